@@ -119,7 +119,7 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
     progress = SearchProgress(sys.stderr, time.monotonic)
     asked = replace(asked, case=replace(asked.case, watch=progress.step))
     try:
-        return Answer.of(answer(asked, aim, name, hours, time.perf_counter))
+        return answer(asked, aim, name, hours, time.perf_counter)
     finally:
         progress.end()
 

@@ -1,29 +1,617 @@
-"""Terminal output and HTML page of a `shoal plan` result, and the result as programs get it."""
+"""Result of `shoal plan`: its values, and the same words and rows in a terminal, on an HTML page and in a notebook."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import rich.table
 from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
-from shoal.planner.answer import words
-from shoal.planner.answer.answer import SearchResult
-from shoal.plans.plan import described, plan_text
+from shoal.parallel.shard.torch_release import OLDEST_TEXT
+from shoal.planner.answer.outlook import (
+    GRAPH,
+    STORAGE_BYTES_PER_SECOND,
+    Change,
+    Finer,
+    Goodput,
+    Question,
+    ScalingCurve,
+)
+from shoal.planner.calibrate.comparison import section
+from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
+from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
+from shoal.planner.predict.share import MatrixRow, Share, unaligned_rows
+from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
+from shoal.planner.search.aims import TOLD_APART
+from shoal.planner.search.choice import GIB, Choice, Rejected, gib
+from shoal.planner.search.search import Candidate
+from shoal.planner.search.space import Illegal
+from shoal.plans.plan import Plan, described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
-from shoal.report.quantities import seconds
+from shoal.report.quantities import dollars, rate, seconds
 from shoal.runs.directory import write_file
+from shoal.runs.version import __version__
 
+Rows = list[list[str]]
+
+# Short descriptions of the terms of a step and of the categories of memory.
+TERMS_MEAN = {
+    "compute": "the model's operations",
+    "launch": "the device waits until the host has started its next operation",
+    "recompute": "forwards computed once more, instead of keeping their activations",
+    "tensor": "exchanges among the ranks that divide a layer",
+    "context": "exchanges among the ranks that divide a sequence",
+    "pipeline": "messages from stage to stage",
+    "bubble": "a stage waits for the others, at the beginning and the end of a step",
+    "gradients": "sums of gradients over the replicas, as far as no computing hides them",
+    "parameters": "gathering parameters and scattering gradients, as far as no computing hides it",
+    "optimizer": "the update",
+    "data": "waiting for samples",
+    "host": "what the host does in every step beside that",
+}
+MEMORY_MEANS = {
+    "parameters": "as the layout divides them",
+    "gathered": "parameters of others that are in use",
+    "gradients": "as the layout divides them",
+    "optimizer": "its state",
+    "activations": "kept for the backward",
+    "communication": "buffers of sums",
+    "allocator": "held between tensors, and free",
+    "reserved": "the driver, the context and libraries",
+}
+BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "whole job", "cost"]
+CURVE_HEAD = ["devices", "step", "efficiency", "each added device brings", "layout"]
+# Causes of a step below the peak that are no terms: parts of the term `compute`.
+MEMORY_BOUND = "operators that move memory"
+BELOW_PEAK = "products and attention below the peak"
+_LISTED = 0.015  # smallest share of a step that is listed next to the share of the peak
+# A step that waits for launches for more than this share of its time resembles no published step.
+_LAUNCHING = 0.5
+_SHORT = 0.01  # expected number of failures below which a job's failures are not worth a table
+_WORTH = 0.03  # smallest share of a step that justifies advice to pad, which changes the model
+_NAMED = 0.1  # rows whose products take less than this share of all unaligned ones are not named
 _BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from `_WIDE` columns on
 _NUM_REJECTED = 8
 WIDTH = 80  # columns of output that does not go to a terminal
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """Result of a search with its outlook.
+
+    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan.
+    """
+
+    question: Question
+    choice: Choice
+    curve: ScalingCurve
+    changes: tuple[Change, ...]
+    goodput: Goodput | None
+    search_seconds: float
+    job: str
+    finer: Finer | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen plan and its prediction: step seconds, terms, memory."""
+        return Candidate(self.plan, self.chosen.prediction)
+
+    @property
+    def choices(self) -> tuple[Candidate, ...]:
+        """The best plan and the next best layouts on the same number of devices, each with its prediction."""
+        return (self.best, *self.choice.alternatives)
+
+    @property
+    def refused(self) -> tuple[Rejected | Illegal, ...]:
+        """Layouts that were not chosen, each with its reason."""
+        return (*self.choice.rejected, *self.choice.illegal)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as TOML for `shoal run --plan`, and return the file's path."""
+        write_file(Path(path), plan_text(self.plan))
+        return Path(path)
+
+    @property
+    def chosen(self) -> Candidate:
+        """The chosen plan and its prediction."""
+        return self.choice.chosen
+
+    @property
+    def price(self) -> float | None:
+        """US dollars per device-hour, or None if unknown."""
+        return self.question.case.cluster.device.price_per_hour
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks of the chosen plan on one host."""
+        return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
+        plan = self.chosen.plan
+        computer = self.question.case.predictor.staging.costs(plan).computer
+        dtype = computer.dtype(plan.precision.compute)
+        return dtype, computer.device.flops[dtype]
+
+    def job_seconds(self, seconds: float) -> float | None:
+        """Return the seconds of the whole job at `seconds` per step, or None if its length is unknown."""
+        return seconds * self.question.num_steps if self.question.num_steps else None
+
+    def cost(self, candidate: Candidate) -> float | None:
+        """Return the US dollars of the whole job, or None if the price or the length is unknown."""
+        seconds = self.job_seconds(candidate.seconds)
+        if self.price is None or seconds is None:
+            return None
+        return candidate.devices * seconds / 3600.0 * self.price
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, complete, with its prediction."""
+        case, chosen, prediction = self.question.case, self.chosen, self.chosen.prediction
+        about: dict[str, Any] = {
+            "cluster": case.cluster.name,
+            "devices": chosen.devices,
+            "device": case.cluster.device.name,
+            "device_kind": case.cluster.device.kind,
+            "aim": str(self.choice.aim),
+            "planner": __version__,
+            "job": self.job,
+            "parameters": case.work.profile.num_parameters,
+            "flops_per_sample": case.work.profile.flops(1.0),
+            "factors": dict(case.correction.factors),
+            "host_seconds": case.correction.host_seconds,
+            "curve": {str(p.devices): p.best.seconds for p in self.curve.points if p.best is not None},
+        }
+        if prediction.mfu is not None:
+            about["peak_dtype"], about["peak_flops"] = self.peak
+        about |= {"price_per_hour": self.price} if self.price is not None else {}
+        about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
+        document = chosen.plan.to_mapping()
+        # The modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable.
+        split, pipeline = prediction.split, chosen.plan.pipeline
+        known = all(name in case.space.facts.cuts for name in split)
+        usable = known and len(split) == chosen.plan.layout.pipeline * pipeline.stages_per_rank - 1
+        document["pipeline"]["split"] = list(split if usable else pipeline.split)
+        document["prediction"] = section(prediction, about)
+        return Plan.from_mapping(document, source="plan")
+
+
+@dataclass(frozen=True, repr=False)
+class Answer(SearchResult):
+    """Result of a search with its outlook; prints like `shoal plan`, and shows tables in a notebook."""
+
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page with the curve, the waterfalls and every reason, and return the file's path."""
+        write_file(Path(path), page(self))
+        return Path(path)
+
+    def __str__(self) -> str:
+        """Return the text that `show` prints, without colours."""
+        file = io.StringIO()
+        show(self, Console(width=WIDTH, file=file, color_system=None, force_terminal=False, force_jupyter=False))
+        return file.getvalue()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return an HTML summary for a notebook cell: the key figures, the best plans, and the verdict."""
+
+        def row(cells: Sequence[str], *, is_head: bool = False) -> Markup:
+            cell = Markup("<th>{}</th>") if is_head else Markup("<td>{}</td>")
+            return Markup("<tr>{}</tr>").format(Markup("").join(cell.format(text) for text in cells))
+
+        rows = Markup("").join(
+            Markup("<tr><th>{}</th><td>{}</td></tr>").format(name, value) for name, value in key_rows(self)
+        )
+        best = Markup("").join([row(BEST_HEAD, is_head=True), *map(row, best_rows(self))])
+        title = f"{self.job} on {self.question.case.cluster.name}"
+        return str(
+            Markup("<div><p><b>{}</b></p><table>{}</table><p>{}</p><table>{}</table><p>{}</p></div>").format(
+                title, rows, _best_title(self), best, verdict(self)
+            )
+        )
+
+
+# --------------------------------------------------------------------------------------------------- the key figures
+
+
+def several(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 device, 2 devices."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def quantity(value: float) -> str:
+    """Return a large number with its power of a thousand in words."""
+    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:,.0f}"
+
+
+def batch(candidate: Candidate, answer: SearchResult) -> tuple[int, int]:
+    """Return the samples of a microbatch and the number of microbatches on a rank."""
+    work, layout = answer.question.case.work, candidate.plan.layout
+    grains = -(-work.num_grains // (layout.data * layout.shard))
+    per = candidate.plan.batch.grains_per_microbatch
+    return per * work.grain_size, -(-grains // per)
+
+
+def key_rows(answer: SearchResult) -> Rows:
+    """Return the chosen plan in a few lines of name and value, the most important first."""
+    question, chosen = answer.question, answer.chosen
+    case, prediction, devices, step = question.case, chosen.prediction, chosen.devices, chosen.seconds
+    cluster, tokens, num_steps, whole = case.cluster, question.sample_tokens, question.num_steps, None
+    device = cluster.device_for(answer.ranks_per_host)  # of one rank; a CPU device has the rank's share of threads
+    size, number = batch(chosen, answer)
+
+    samples = case.work.global_batch / step
+    throughput = f"{rate(samples)} samples/s"
+    if tokens is None:
+        throughput += f", {rate(samples / devices)} a device"
+    else:
+        throughput = f"{rate(samples * tokens)} tokens/s, {rate(samples * tokens / devices)} a device ({throughput})"
+
+    of_peak = "not known"
+    if prediction.mfu is not None:
+        dtype, flops = answer.peak
+        of_peak = f"{prediction.mfu:.0%} of {flops / 1e12:,.4g} TFLOP/s, the dense {dtype} peak of {device.name}"
+        rest = [f"{name} {share:.0%}" for name, share in lost_shares(answer).items() if share >= _LISTED]
+        of_peak += f"; the rest: {', '.join(rest)}" if rest else ""
+
+    peak, usable = prediction.peak_bytes, cluster.usable_bytes(device)
+    memory = (
+        f"{peak / GIB:.1f} of {gib(device.memory_bytes)}, {(device.memory_bytes - peak) / GIB:.1f} free; "
+        f"{(device.memory_bytes - usable) / GIB:.1f} are kept free (margin={100 * cluster.memory_margin:.3g}%)"
+    )
+
+    length = "its length is not known: write --samples N" + (" or --tokens N" if tokens else "")
+    if num_steps is not None:
+        all_samples, whole = num_steps * case.work.global_batch, answer.job_seconds(step)
+        amount = f"{quantity(all_samples * tokens)} tokens" if tokens else f"{quantity(all_samples)} samples"
+        length = f"{seconds(whole)} for {amount} in {several(num_steps, 'step')}"
+
+    hour, cost = answer.price, answer.cost(chosen)
+    if hour is None:
+        price = f"not known: the catalogue has none of {device.name}; write --price DOLLARS of a device-hour"
+    else:
+        source = cluster.device.sources.get("price_per_hour", "no source is given")
+        amount = dollars(cost) if cost is not None else f"{dollars(hour * devices)} an hour"
+        price = f"{amount} at ${hour:.2f} a device-hour ({source})"
+
+    energy, watts = "", cluster.device.watts
+    if watts is not None and whole is not None:
+        hours = devices * watts * whole / 3600.0 / 1000.0
+        amount = f"at most {rate(hours)}" if hours >= 0.001 else "under 0.001"
+        energy = f"{amount} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
+
+    needs = ""
+    if chosen.plan.shards_model:
+        needs = f'torch {OLDEST_TEXT} or newer, for shard.level = "{chosen.plan.shard.level}"'
+    rows = [
+        ["plan", f"{described(chosen.plan)}, on {devices:,} of {several(cluster.num_devices, 'device')}"],
+        ["microbatch", f"{several(size, 'sample')}; a rank has {number} of them in a step"],
+        ["step", seconds(step) + (published(answer) if cluster.device.kind == "gpu" else "")],
+        ["throughput", throughput],
+        ["of the peak", of_peak],
+        ["memory", memory],
+        ["whole job", length],
+        ["price", price],
+        ["energy", energy],
+        ["needs", needs],
+    ]
+    return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
+
+
+def published(answer: SearchResult) -> str:
+    """Return the range in which similar published steps were; all of them are from GPUs."""
+
+    def models(bar: ErrorBar) -> str:
+        least, most = (f"{size / 1e9:.2g}" for size in bar.parameters)
+        sizes = least if least == most else f"{least} to {most}"
+        return f"language models of {sizes} B parameters on {bar.like.family}"
+
+    case, step, prediction = answer.question.case, answer.chosen.seconds, answer.chosen.prediction
+    parameters, layout = case.work.profile.num_parameters, answer.chosen.plan.layout
+    like = likeness(case.cluster.device.name, parameters, layout)
+    bar = error_bar(like, parameters)
+    unlike = "" if answer.question.sample_tokens is not None else " (its samples are no sequences of tokens)"
+    if prediction.terms.get("launch", 0.0) > _LAUNCHING * prediction.step_seconds:
+        unlike = " (most of it is launches)"
+    if bar is None or unlike:
+        every = of_device(like)
+        known = f"they are of {models(every)}" if every is not None else f"none is of {like.family}"
+        return f"; no published step is like it{unlike}: {known}"
+    beyond = f"; {bar.num_beyond:,} more took over twice what was predicted" if bar.num_beyond else ""
+    # The two factors as shares: "1% to 16% more", "7% less to 60% more".
+    (low, one), (high, other) = ((abs(f - 1.0), "more" if f >= 1.0 else "less") for f in (bar.low, bar.high))
+    than = f"{low:.0%} {one} to {high:.0%} {other}"
+    if one == other:
+        than = f"{min(low, high):.0%} to {max(low, high):.0%} {one}"
+    kind = f", {bar.like.layout}" if bar.like.layout != ANY else ""
+    return (
+        f"; four of five published steps like it took {than} than predicted, {seconds(step * bar.low)} to "
+        f"{seconds(step * bar.high)} ({bar.num_rows:,} rows of {models(bar)}{kind}{beyond})"
+    )
+
+
+def hints(answer: SearchResult) -> list[str]:
+    """Return changes of the job that would use more of the cluster or of its devices."""
+    case, chosen = answer.question.case, answer.chosen
+    unaligned = unaligned_products(answer)
+    lines = [str(unaligned)] if unaligned is not None else []
+    if answer.finer is not None:  # the grains come first and are reported elsewhere
+        return lines
+    gains = [change for change in answer.changes if "-" not in change.effect]
+    lines += [f"{change.what}: {change.effect}" for change in gains if change.what.startswith("--")]
+    lines += [f"{GRAPH}: {c.effect}, where the step can be captured" for c in gains if c.what == GRAPH]
+    # Float32 products in a 16-bit plan. Autocast casts a fixed list of operators and no others:
+    # docs.pytorch.org/docs/stable/amp.html.
+    precision = chosen.plan.precision
+    if ITEMSIZE[precision.compute] == ITEMSIZE["bfloat16"] and precision.parameters == "float32":
+        wide, whole = defaultdict[str, float](float), 0.0
+        for operation in (o for unit in case.work.profile.units for o in unit.body.operations):
+            flops = operation.flops.at(1.0)
+            whole += flops
+            if ITEMSIZE.get(operation.dtype) == ITEMSIZE["float32"]:
+                wide[operation.name] += flops
+        share = sum(wide.values()) / whole if whole else 0.0
+        if share >= TOLD_APART:
+            lines.append(
+                f"{share:.0%} of the model's FLOPs stay in float32, most of them in "
+                f"{max(wide, key=lambda name: wide[name])}, which autocast does not "
+                "cast: cast it in the model, or keep parameters in 16 bits (--precision bf16-pure), which changes the "
+                "run."
+            )
+    num_grains, pays_until = case.space.facts.num_grains, answer.curve.pays_until
+    more = min(case.space.counts[-1], case.work.global_batch)
+    if pays_until is not None and num_grains <= pays_until and num_grains < more:
+        lines.append(
+            f"The job's {several(num_grains, 'grain')} are shared by at most as many replicas of the model: "
+            f"Job(grains={more}) would let {more} devices share them, which changes the run."
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------------- utilisation of the device's peak
+
+
+def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, Share, int]]]:
+    """Return the device model and, for each operator, a rank's share of it and its count in the whole model."""
+    case, plan = answer.question.case, answer.chosen.plan
+    predictor = case.predictor
+    computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
+    result: list[tuple[Operation, Share, int]] = []
+    for body, count in Counter(unit.body for unit in case.work.profile.units).items():
+        of_body = share.of(body, predictor.program.divides_ends)
+        result += [(operation, of_body, count) for operation in computer.operations(body)]
+    return computer, result
+
+
+def lost_shares(answer: SearchResult) -> dict[str, float]:
+    """Return the shares of a step by cause, the largest first; with the share of the peak they sum to 1.
+
+    The term `compute` is split by kind of operator, in the proportions of the whole model.
+    """
+    prediction = answer.chosen.prediction
+    if prediction.mfu is None:
+        return {}
+    shares = {name: spent / prediction.step_seconds for name, spent in prediction.terms.items()}
+    computing = shares.pop("compute")
+    computer, every = operators(answer)
+    total: dict[OperationKind, float] = defaultdict(float)
+    for operation, share, count in every:
+        total[operation.kind] += count * computer.operation(operation, share).seconds
+    whole = sum(total.values())
+    moving = computing * (total[OperationKind.MEMORY] / whole if whole else 0.0)
+    shares[MEMORY_BOUND] = min(moving, computing - prediction.mfu)
+    shares[BELOW_PEAK] = computing - prediction.mfu - shares[MEMORY_BOUND]
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class UnalignedProducts:
+    """Products that unaligned rows slow down in the chosen plan: their rows, slowest first, and seconds per step.
+
+    `product_seconds`: time of these products. `aligned_seconds`: time of the step with padded rows.
+    `rate`: their speed relative to aligned products. `source`: origin of the rate.
+    """
+
+    rows: tuple[MatrixRow, ...]
+    product_seconds: float
+    step_seconds: float
+    aligned_seconds: float
+    rate: float
+    source: str
+
+    def __str__(self) -> str:
+        on_ranks = " on each rank" if any(row.ranks > 1 for row in self.rows) else ""
+        lengths = " and ".join(f"{row.length:,}" for row in self.rows)
+        padded = " and ".join(f"{row.padded:,}" for row in self.rows)
+        return (
+            f"Products with rows of {lengths} numbers, no multiple of {ALIGNED}{on_ranks}, take "
+            f"{seconds(self.product_seconds)} of a step: they run at {self.rate:.2g} of the rate of others "
+            f"({self.source}). Padded to {padded} a step would take {seconds(self.aligned_seconds)} instead of "
+            f"{seconds(self.step_seconds)}; that changes the model."
+        )
+
+
+def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
+    """Return the products with rows that do not start at multiples of 16 bytes, or None if they take under 3 %.
+
+    The chosen plan's step is compared with its step on a device on which padding makes no difference.
+    """
+    case, chosen = answer.question.case, answer.chosen
+    device = case.cluster.device
+    if device.unaligned >= 1.0:
+        return None
+    computer, every = operators(answer)
+    total, of_rows = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)  # device seconds over the whole model
+    for operation, share, count in every:
+        spent = count * computer.operation(operation, share).device
+        total += spent
+        if computer.is_unaligned(operation, share):
+            of_rows[unaligned_rows(operation, share)] += spent
+    if not of_rows:
+        return None
+    cluster = replace(case.cluster, device=replace(device, unaligned=1.0))
+    aligned_seconds = replace(case, cluster=cluster).search().predict(chosen.plan).step_seconds
+    if chosen.seconds - aligned_seconds <= _WORTH * chosen.seconds:
+        return None
+    shares = {rows: spent / total for rows, spent in of_rows.items()}
+    whole, most_first = sum(shares.values()), sorted(shares, key=lambda rows: -shares[rows])
+    named = dict.fromkeys(row for rows in most_first if shares[rows] >= _NAMED * whole for row in rows)
+    source = device.sources.get("unaligned", "no source is given")
+    products = whole * chosen.prediction.terms["compute"]
+    return UnalignedProducts(tuple(named), products, chosen.seconds, aligned_seconds, device.unaligned, source)
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def best_rows(answer: SearchResult) -> Rows:
+    """Return rows for the chosen plan and the next best ones on the same number of devices."""
+    rows = []
+    for candidate in (answer.chosen, *answer.choice.alternatives):
+        mfu, cost = candidate.prediction.mfu, answer.cost(candidate)
+        rows.append(
+            [
+                described(candidate.plan),
+                "{} x {}".format(*batch(candidate, answer)),
+                seconds(candidate.seconds),
+                f"{mfu:.0%}" if mfu is not None else "-",
+                gib(candidate.prediction.peak_bytes),
+                seconds(answer.job_seconds(candidate.seconds)),
+                dollars(cost) if cost is not None else "-",
+            ]
+        )
+    return rows
+
+
+def curve_rows(answer: SearchResult) -> Rows:
+    """Return rows for the fastest plan on each number of devices."""
+    rows = []
+    for point in answer.curve.points:
+        if point.best is None:
+            lacks = f"does not fit by {gib(point.missing_bytes)}" if point.missing_bytes else "no legal layout"
+            rows.append([str(point.devices), "-", "-", "-", lacks])
+            continue
+        marginal = f"{round(point.marginal, 2) + 0.0:.0%} of one" if point.marginal is not None else "-"
+        efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
+        layout = described(point.best.plan)
+        rows.append([str(point.devices), seconds(point.best.seconds), efficiency, marginal, layout])
+    return rows
+
+
+def verdict(answer: SearchResult) -> str:
+    """Return a sentence on the number of devices beyond which more stop paying, and why."""
+    curve = answer.curve
+    if curve.pays_until is None:
+        return "Nothing fits."
+    devices = several(curve.pays_until, "device")
+    if curve.pays_until == max((p.devices for p in curve.points if p.best), default=0):
+        return f"More devices pay up to {devices}, the most that were considered."
+    return f"More devices pay up to {devices}; what limits then: {curve.limit}."
+
+
+def grains(answer: SearchResult) -> list[str]:
+    """Return the number of grains and its reason, preceded by the gain of more grains if they limit the plan."""
+    work, finer = answer.question.case.work, answer.finer
+    each = f"{several(work.grain_size, 'sample')} each"
+    lines = [f"{finer.cause[0].upper()}{finer.cause[1:]}.", f"{finer.effect}."] if finer is not None else []
+    return [*lines, f"grains: {work.num_grains} ({each}; {answer.question.why_grains})"]
+
+
+def change_rows(answer: SearchResult) -> Rows:
+    """Return rows of the changes that would speed up or slow down the step."""
+    return [[change.what, seconds(change.seconds), change.effect] for change in answer.changes]
+
+
+def rejected_rows(answer: SearchResult, most: int | None = None) -> Rows:
+    """Return rows of rejected layouts with reasons, those on the same number of devices first, then by step time."""
+    own = answer.chosen.devices
+    ordered = sorted(
+        answer.choice.rejected, key=lambda r: (r.devices != own, r.seconds if r.seconds is not None else float("inf"))
+    )
+    rows = [[r.what, r.reason] for r in ordered]
+    return rows[:most] + [[i.what, f"illegal: {i.reason}"] for i in answer.choice.illegal]
+
+
+def goodput_lines(answer: SearchResult) -> list[str]:
+    """Return lines on goodput, or none if the devices' failure rate is unknown."""
+    goodput = answer.goodput
+    if goodput is None:
+        return []
+    whole = answer.job_seconds(answer.chosen.seconds)
+    if whole is not None and whole * goodput.failures_per_day / 86400.0 < _SHORT:
+        apart = 86400.0 / goodput.failures_per_day if goodput.failures_per_day else float("inf")
+        return [f"none to plan for: the whole job takes {seconds(whole)}, and failures are {seconds(apart)} apart"]
+    storage = answer.question.case.cluster.storage_bytes_per_second
+    assumed = f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s a host, assumed: the cluster does not say"
+    stored = f"{storage / 1e9:.1f} GB/s a host" if storage else assumed
+    left = f"goodput {goodput.share:.1%} of the time"
+    if whole is not None and goodput.share > 0:
+        left += f": the whole job takes {seconds(whole / goodput.share)} instead of {seconds(whole)}"
+    return [
+        f"a checkpoint every {seconds(goodput.interval_seconds)} (Daly 2006), each "
+        f"{seconds(goodput.checkpoint_seconds)} ({stored}); {goodput.failures_per_day:.3g} failures a day are expected",
+        left,
+    ]
+
+
+def summary(answer: SearchResult) -> str:
+    """Return a line on the extent of the search."""
+    choice = answer.choice
+    tied = (
+        f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""
+    )
+    if choice.faster is not None:
+        gain = answer.chosen.seconds / choice.faster.seconds - 1.0
+        tied += (
+            f"; {several(choice.faster.devices, 'device')} would be {gain:.1%} faster, which is less than a prediction "
+            "can tell"
+        )
+    return (
+        f"aim {choice.aim}: {choice.num_places} layouts, {choice.num_predicted} plans predicted, all others excluded "
+        f"by bounds, in {seconds(answer.search_seconds)}{tied}"
+    )
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Portion of a step's seconds or of a rank's bytes, as a table row: name, amount, share and meaning."""
+
+    share: float
+    row: list[str]
+
+
+def terms(answer: SearchResult) -> list[Portion]:
+    """Return the nonzero terms of a step."""
+    prediction = answer.chosen.prediction
+    parts = [(n, v, v / prediction.step_seconds) for n, v in prediction.terms.items() if v > 0]
+    return [Portion(share, [n, seconds(v), f"{share:.1%}", TERMS_MEAN[n]]) for n, v, share in parts]
+
+
+def memory(answer: SearchResult) -> list[Portion]:
+    """Return the nonzero categories of the fullest rank's memory."""
+    prediction = answer.chosen.prediction
+    parts = [(n, v, v / prediction.peak_bytes) for n, v in prediction.memory.items() if v > 0]
+    return [Portion(share, [n, gib(v), f"{share:.1%}", MEMORY_MEANS[n]]) for n, v, share in parts]
+
+
+def _best_title(answer: SearchResult) -> str:
+    return f"The best on {several(answer.chosen.devices, 'device')}"
+
+
+# ---------------------------------------------------------------------------------------------- terminal and page
 
 
 def console_of_width() -> Console:
@@ -34,112 +622,86 @@ def console_of_width() -> Console:
 
 def show(answer: SearchResult, console: Console) -> None:
     """Print the whole result in the console's width, the chosen plan first."""
+
+    def print_lines(*lines: str) -> None:
+        for line in lines:
+            console.print(line, highlight=False, markup=False)
+
+    def print_table(title: str, head: list[str], rows: Rows, right: Sequence[int] = ()) -> None:
+        if not rows:
+            return
+        console.print(f"\n[bold]{title}[/bold]")
+        table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
+        for place, name in enumerate(head):
+            # Columns of numbers do not wrap if they fit; columns of words do.
+            least = max(len(row[place]) for row in rows) if place in right else None
+            table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table, highlight=False)
+
+    def print_waterfall(title: str, portions: Sequence[Portion]) -> None:
+        console.print(f"\n[bold]{title}[/bold]")
+        table = rich.table.Table(box=None, pad_edge=False, show_header=False)
+        for justify in ("left", "right", "right", "left", "left"):
+            table.add_column(justify=justify)
+        done, length = 0.0, _BAR if console.width >= _WIDE else _SHORT_BAR
+        for portion in portions:  # each bar starts at the end of the previous one
+            start, end = min(round(done * length), length - 1), round((done + portion.share) * length)
+            done += portion.share
+            bar = " " * start + "█" * max(1, end - start)
+            *figures, meaning = portion.row
+            table.add_row(*figures, bar.ljust(length), f"[dim]{meaning}[/dim]")
+        console.print(table, highlight=False)
+
     case = answer.question.case
-    console.print(
+    print_lines(
         f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
         f"{case.work.profile.flops(case.work.global_batch):.3g} FLOPs a step of {case.work.global_batch} samples",
-        highlight=False,
-        markup=False,
+        *grains(answer),
     )
-    _lines(console, words.grains(answer))
     console.print()
     table = rich.table.Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in words.key_rows(answer):
+    for name, value in key_rows(answer):
         table.add_row(name, Text(value))
     console.print(table, highlight=False)
-    _table(console, _best(answer), words.BEST_HEAD, words.best_rows(answer), right=set(range(2, 7)))
-    corrected = [words.correction(answer)] if case.correction else []
-    notes = [f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)]
-    _lines(console, [words.summary(answer), *corrected, *notes])
-    _bars(console, "A step of the first", words.terms(answer))
-    _bars(console, "Memory of its fullest device", words.memory(answer))
-    _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
-    _lines(console, [words.verdict(answer)])
-    _table(console, "What would change it", ["change", "step", "effect"], words.change_rows(answer), right={1})
-    lines = words.goodput_lines(answer)
-    if lines:
+    print_table(_best_title(answer), BEST_HEAD, best_rows(answer), right=range(2, 7))
+    print_lines(summary(answer))
+    if correction := case.correction:
+        parts = [f"{name} x {factor:.2f}" for name, factor in correction.factors.items()]
+        parts += [f"host + {seconds(correction.host_seconds)} a step"] if correction.host_seconds else []
+        print_lines(f"corrected by what runs have shown: {', '.join(parts)}")
+    print_lines(*(f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)))
+    print_waterfall("A step of the first", terms(answer))
+    print_waterfall("Memory of its fullest device", memory(answer))
+    print_table("By number of devices", CURVE_HEAD, curve_rows(answer), right=range(4))
+    print_lines(verdict(answer))
+    print_table("What would change it", ["change", "step", "effect"], change_rows(answer), right=[1])
+    if lines := goodput_lines(answer):
         console.print("\n[bold]Failures[/bold]")
-    _lines(console, lines)
-    _table(console, "Why not", ["layout", "reason"], words.rejected_rows(answer, _NUM_REJECTED), right=set())
+        print_lines(*lines)
+    print_table("Why not", ["layout", "reason"], rejected_rows(answer, _NUM_REJECTED))
     more = len(answer.choice.rejected) - _NUM_REJECTED
     if more > 0:
-        _lines(console, [f"... and {more} more: --html FILE has them all"])
-
-
-def _best(answer: SearchResult) -> str:
-    return f"The best on {words.several(answer.chosen.devices, 'device')}"
-
-
-def _lines(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
-
-
-def _table(console: Console, title: str, head: list[str], rows: words.Rows, right: set[int]) -> None:
-    if not rows:
-        return
-    console.print(f"\n[bold]{title}[/bold]")
-    table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
-    for place, name in enumerate(head):
-        # Columns of numbers do not wrap if they fit; columns of words do.
-        least = max(len(row[place]) for row in rows) if place in right else None
-        table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table, highlight=False)
-
-
-def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> None:
-    """Print a waterfall: each bar starts at the end of the previous one."""
-    console.print(f"\n[bold]{title}[/bold]")
-    table = rich.table.Table(box=None, pad_edge=False, show_header=False)
-    for justify in ("left", "right", "right", "left", "left"):
-        table.add_column(justify=justify)
-    done, length = 0.0, _BAR if console.width >= _WIDE else _SHORT_BAR
-    for portion in portions:
-        start, end = min(round(done * length), length - 1), round((done + portion.share) * length)
-        done += portion.share
-        bar = " " * start + "█" * max(1, end - start)
-        *figures, meaning = portion.row
-        table.add_row(*figures, bar.ljust(length), f"[dim]{meaning}[/dim]")
-    console.print(table, highlight=False)
-
-
-def text(answer: SearchResult, width: int = WIDTH) -> str:
-    """Return the text that `show` prints, without colours."""
-    file = io.StringIO()
-    console = Console(width=width, file=file, color_system=None, force_terminal=False, force_jupyter=False)
-    show(answer, console)
-    return file.getvalue()
-
-
-def fragment(answer: SearchResult) -> str:
-    """Return an HTML summary for a notebook cell: the key figures, the best plans, and the verdict."""
-    rows = [Markup("<tr><th>{}</th><td>{}</td></tr>").format(*row) for row in words.key_rows(answer)]
-    head = Markup("").join(Markup("<th>{}</th>").format(name) for name in words.BEST_HEAD)
-    best = [
-        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in row))
-        for row in words.best_rows(answer)
-    ]
-    title = f"{answer.job} on {answer.question.case.cluster.name}"
-    return str(
-        Markup("<div><p><b>{}</b></p><table>{}</table><p>{}</p><table><tr>{}</tr>{}</table><p>{}</p></div>").format(
-            title, Markup("").join(rows), _best(answer), head, Markup("").join(best), words.verdict(answer)
-        )
-    )
+        print_lines(f"... and {more} more: --html FILE has them all")
 
 
 def page(answer: SearchResult) -> str:
     """Return the result as an HTML page."""
+
+    def waterfall_section(title: str, drawing: str, head: list[str], portions: Sequence[Portion]) -> Section:
+        bars = [Bar(portion.row[0], portion.share, portion.row[1]) for portion in portions]
+        table = Table([*head, "share", "what it is"], [portion.row for portion in portions])
+        return Section(title, drawing=waterfall(drawing, bars), table=table)
+
     case, chosen = answer.question.case, answer.chosen
     lead = [
-        *words.grains(answer),
-        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {words.several(case.cluster.num_devices, 'device')}, "
-        f"{seconds(chosen.seconds)} a step. {words.verdict(answer)}",
-        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
-        f"{words.summary(answer)}.",
+        *grains(answer),
+        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {several(case.cluster.num_devices, 'device')}, "
+        f"{seconds(chosen.seconds)} a step. {verdict(answer)}",
+        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. {summary(answer)}.",
         *case.cluster.notes,
         *case.work.profile.notes,
     ]
@@ -147,65 +709,29 @@ def page(answer: SearchResult) -> str:
         Spot(
             point.devices,
             case.work.global_batch / point.best.seconds,
-            f"{words.several(point.devices, 'device')}: {seconds(point.best.seconds)} a step, "
-            f"{described(point.best.plan)}",
+            f"{several(point.devices, 'device')}: {seconds(point.best.seconds)} a step, {described(point.best.plan)}",
             point.devices == chosen.devices,
         )
         for point in answer.curve.points
         if point.best is not None
     ]
-    series = Series("", spots)
+    throughput = chart("Samples a second by devices", [Series("", spots)], ("devices", "samples a second"), ideal=True)
+    category = "Memory of the fullest device", "Bytes of the fullest device by category", ["category", "bytes"]
     parts = [
-        Section("In short", table=Table(["", ""], words.key_rows(answer))),
-        Section(_best(answer), table=Table(words.BEST_HEAD, words.best_rows(answer))),
-        _portions("A step", "Seconds of a step by term", ["term", "time"], words.terms(answer)),
-        _portions(
-            "Memory of the fullest device",
-            "Bytes of the fullest device by category",
-            ["category", "bytes"],
-            words.memory(answer),
-        ),
+        Section("In short", table=Table(["", ""], key_rows(answer))),
+        Section(_best_title(answer), table=Table(BEST_HEAD, best_rows(answer))),
+        waterfall_section("A step", "Seconds of a step by term", ["term", "time"], terms(answer)),
+        waterfall_section(*category, memory(answer)),
         Section(
             "By number of devices",
-            [words.verdict(answer), *words.hints(answer), "Dashed: throughput growing as the devices."],
-            drawing=chart("Samples a second by devices", [series], ("devices", "samples a second"), ideal=True),
-            table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
+            [verdict(answer), *hints(answer), "Dashed: throughput growing as the devices."],
+            drawing=throughput,
+            table=Table(CURVE_HEAD, curve_rows(answer)),
         ),
-        Section("What would change it", table=Table(["change", "step", "effect"], words.change_rows(answer))),
+        Section("What would change it", table=Table(["change", "step", "effect"], change_rows(answer))),
     ]
-    failures = words.goodput_lines(answer)
-    if failures:
+    if failures := goodput_lines(answer):
         parts.append(Section("Failures", failures))
-    rejected = Table(["layout", "reason"], words.rejected_rows(answer))
+    rejected = Table(["layout", "reason"], rejected_rows(answer))
     parts += [Section("Why not", table=rejected, folded=True), Section("The plan", code=plan_text(answer.plan))]
     return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
-
-
-def _portions(title: str, drawn: str, head: list[str], portions: Sequence[words.Portion]) -> Section:
-    bars = [Bar(portion.name, portion.share, portion.amount) for portion in portions]
-    table = Table([*head, "share", "what it is"], [portion.row for portion in portions])
-    return Section(title, drawing=waterfall(drawn, bars), table=table)
-
-
-@dataclass(frozen=True, repr=False)
-class Answer(SearchResult):
-    """Result of a search with its outlook; prints like `shoal plan`, and shows tables in a notebook."""
-
-    @classmethod
-    def of(cls, found: SearchResult) -> Self:
-        """Return the same result as an `Answer`."""
-        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
-
-    def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page with the curve, the waterfalls and every reason, and return the file's path."""
-        write_file(Path(path), page(self))
-        return Path(path)
-
-    def __str__(self) -> str:
-        return text(self)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return fragment(self)

@@ -1,4 +1,4 @@
-"""Scaling, sensitivity, failures and goodput of a chosen plan.
+"""Question of `shoal plan`, and scaling, sensitivity, goodput and a better number of grains of the chosen plan.
 
 Goodput is the share of a run's time that remains after failures and checkpoints. Sources: J. W. Young, A first order
 approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A higher order estimate of the optimum
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import exp, expm1, isinf, sqrt
+from math import ceil, exp, expm1, isinf, sqrt
 
-from shoal.hardware.values import Cluster, Link
+from shoal.errors import PlanError
+from shoal.hardware.values import Cluster
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
@@ -21,7 +22,7 @@ from shoal.planner.search.costs import costs_of
 from shoal.planner.search.search import Candidate, Notes, Search, Wanted
 from shoal.planner.search.space import Space
 from shoal.plans.legal import conflicts
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Plan, described
 
 # Host seconds of a GPU step besides the model's operators: LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
 # Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock.
@@ -61,6 +62,43 @@ class Case:
         """Return the search of this case."""
         costs = costs_of(self.work, self.cluster, self.own_program, self.correction)
         return Search(self.space, costs, self.work.grain_size, self.watch)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Case to search, and the number of steps of the job (None if unknown).
+
+    `why_grains`: reason for the job's number of grains.
+    `sample_tokens`: tokens in a sample, padding included; None if samples are not sequences of integers.
+    `precise`: another precision as written on the command line, and a function that makes the case for it.
+    """
+
+    case: Case
+    num_steps: int | None
+    why_grains: str = "as the job says"
+    sample_tokens: int | None = None
+    precise: tuple[str, Callable[[], Case]] | None = None
+
+    def of_length(self, *, tokens: float | None = None, samples: float | None = None) -> Question:
+        """Return the question for a job of `tokens` or `samples`. Raises: PlanError if samples have no tokens."""
+        if tokens is not None:
+            if self.sample_tokens is None:
+                raise PlanError(
+                    given=f"--tokens {tokens:g}",
+                    conflict="the samples of this job are no sequences of integer tokens",
+                    remedy="write --samples N",
+                )
+            samples = tokens / self.sample_tokens
+        return self if samples is None else replace(self, num_steps=ceil(samples / self.case.work.global_batch))
+
+    def at_price(self, dollars: float | None) -> Question:
+        """Return the question with a price of `dollars` (US) per device-hour."""
+        if dollars is None:
+            return self
+        device = self.case.cluster.device
+        sources = {**device.sources, "price_per_hour": "--price"}
+        device = replace(device, price_per_hour=dollars, sources=sources)
+        return replace(self, case=replace(self.case, cluster=replace(self.case.cluster, device=device)))
 
 
 @dataclass(frozen=True)
@@ -122,8 +160,8 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
                 ended, terms = True, best.prediction.terms
                 # The term whose device-seconds grow most limits.
                 growth = {
-                    name: best.devices * taken - before.devices * before.prediction.terms.get(name, 0.0)
-                    for name, taken in terms.items()
+                    name: best.devices * spent - before.devices * before.prediction.terms.get(name, 0.0)
+                    for name, spent in terms.items()
                 }
                 name = max(growth, key=lambda term: growth[term])
                 limit = f"{name}, {terms[name] / best.seconds:.0%} of a step on {counted(best.devices)}"
@@ -164,12 +202,13 @@ def sensitivity(
     changes.append(Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds)))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
-        cluster = replace(case.cluster, within=_twice(within))
-        changes.append(_predicted(replace(case, cluster=cluster), chosen, f"twice the link in a host ({within.name})"))
+        link = replace(within, bytes_per_second=2 * within.bytes_per_second)
+        other, what = replace(case, cluster=replace(case.cluster, within=link)), "twice the link in a host"
+        changes.append(_predicted(other, chosen, f"{what} ({within.name})"))
     if between is not None and chosen.devices > case.cluster.devices_per_host:
-        cluster = replace(case.cluster, between=_twice(between))
-        what = f"twice the link between hosts ({between.name})"
-        changes.append(_predicted(replace(case, cluster=cluster), chosen, what))
+        link = replace(between, bytes_per_second=2 * between.bytes_per_second)
+        other, what = replace(case, cluster=replace(case.cluster, between=link)), "twice the link between hosts"
+        changes.append(_predicted(other, chosen, f"{what} ({between.name})"))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
         batch = int(case.work.global_batch * factor)  # again one sample per grain, else the same number of grains
         num_grains = batch if case.work.grain_size == 1 else min(batch, case.work.num_grains)
@@ -189,18 +228,15 @@ def as_graph(case: Case, plan: Plan) -> Case | None:
     return replace(case, cluster=cluster, program=replace(case.own_program, host_seconds=_REPLAYED_SECONDS))
 
 
-def _twice(link: Link) -> Link:
-    return replace(link, bytes_per_second=2 * link.bytes_per_second)
-
-
 def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *, tells_memory: bool = False) -> Change:
-    found = case.search().predict(chosen.plan)
-    if not found.fits:
-        return Change(what, None, f"does not fit by {gib(found.missing_bytes)}")
-    effect = _effect(chosen.seconds, found.step_seconds / samples)
-    if tells_memory and gib(found.peak_bytes) != gib(chosen.prediction.peak_bytes):
-        effect = f"{effect}, {gib(found.peak_bytes)} instead of {gib(chosen.prediction.peak_bytes)}"
-    return Change(what, found.step_seconds, effect)
+    prediction = case.search().predict(chosen.plan)
+    if not prediction.fits:
+        return Change(what, None, f"does not fit by {gib(prediction.missing_bytes)}")
+    effect = _effect(chosen.seconds, prediction.step_seconds / samples)
+    peak, before = gib(prediction.peak_bytes), gib(chosen.prediction.peak_bytes)
+    if tells_memory and peak != before:
+        effect = f"{effect}, {peak} instead of {before}"
+    return Change(what, prediction.step_seconds, effect)
 
 
 def _effect(before: float, after: float) -> str:
@@ -267,3 +303,84 @@ def goodput(failures: Failures) -> Goodput:
     interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
     left = 1.0 if isinf(interval) else share_left(interval, failures)
     return Goodput(interval, failures.checkpoint_seconds, left, 86400.0 / failures.mtbf_seconds)
+
+
+# ------------------------------------------------------------------------------------------------------- grains
+
+# Smallest gain in step time that justifies advice to use more grains, which changes the run.
+_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class Finer:
+    """Recommended number of grains and its plan; `before` is the best plan with the job's own number, if any fits."""
+
+    num_grains: int
+    candidate: Candidate
+    case: Case
+    before: Candidate | None
+
+    @property
+    def cause(self) -> str:
+        """Sentence part that names the job's number of grains as the cause."""
+        work = self.case.work
+        prevents = "from fitting" if self.before is None else "from a better plan"
+        return (
+            f"the number of grains keeps the job {prevents}: {work.num_grains} of {work.grain_size} samples, of which "
+            f"a microbatch has at least one whole, and which at most {work.num_grains} replicas share"
+        )
+
+    @property
+    def effect(self) -> str:
+        """Sentence part on the effect of the recommended number."""
+
+        def rate(candidate: Candidate) -> str:
+            share = candidate.prediction.mfu
+            samples = f"{batch / candidate.seconds:,.0f} samples/s"
+            return samples if share is None else f"{share:.0%} of the peak ({samples})"
+
+        best, batch = self.candidate, self.case.work.global_batch
+        brings = "fit, at" if self.before is None else "bring"
+        instead = f" instead of {rate(self.before)}" if self.before is not None else ""
+        return (
+            f"Job(grains={self.num_grains}): grains of {-(-batch // self.num_grains)} {brings} {rate(best)}{instead}, "
+            f"by {described(best.plan)} on {counted(best.devices)}, {gib(best.prediction.peak_bytes)} each; it changes "
+            "the run"
+        )
+
+
+def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
+    """Return a better number of grains than the job's, or None if grains are not the cause.
+
+    The minimum microbatch, one grain, can make plans poor or impossible. The same case is searched again with one
+    sample per grain. The best plan's microbatches give the grain size, and so the number of grains to recommend.
+    `best`: the best plan with the job's own grains; None if none fits.
+    """
+    work, batch = case.work, case.work.global_batch
+    if work.grain_size == 1 or case.space.max_grains == 1:
+        return None
+
+    def with_grains(number: int) -> Case:
+        facts = replace(case.space.facts, num_grains=number, grain_size=-(-batch // number))
+        return replace(case, work=replace(work, num_grains=number), space=replace(case.space, facts=facts))
+
+    single, aim, limit = with_grains(batch), aim if best is None else Aim(), Limit()
+    if best is not None:
+        if best.plan.batch.grains_per_microbatch > 1 and best.place.replicas < work.num_grains:
+            return None  # smaller microbatches and more replicas are both possible already
+        single = replace(single, space=single.space.at(*sorted({best.devices, case.space.counts[-1]})))
+        limit = Limit(seconds=best.seconds / _GAIN)
+    better = next(iter(single.search().take(Wanted(aim, limit))), None)
+    if better is None:
+        return None
+    # The same plan with its microbatches as grains, if they divide the batch and are predicted no slower.
+    size = better.plan.batch.grains_per_microbatch
+    number = batch // size
+    if size > 1 and batch % size == 0 and number >= max(better.place.replicas, work.num_grains + 1):
+        one_grain = better.plan.batch.model_copy(update={"grains_per_microbatch": 1})
+        plan, coarse = better.plan.model_copy(update={"batch": one_grain}), with_grains(number)
+        if not coarse.space.refusal(plan):
+            prediction = coarse.search().predict(plan)
+            if prediction.fits and prediction.step_seconds <= better.seconds * _GAIN:
+                return Finer(number, Candidate(plan, prediction), case, best)
+    return Finer(batch, better, case, best)

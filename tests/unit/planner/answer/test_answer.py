@@ -8,10 +8,8 @@ import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
-from shoal.planner.answer.answer import Question, SearchResult
-from shoal.planner.answer.outlook import Case, Change, ScalingCurve
-from shoal.planner.answer.utilisation import unaligned_products
-from shoal.planner.answer.words import hints
+from shoal.planner.answer.display import SearchResult, hints, unaligned_products
+from shoal.planner.answer.outlook import Case, Change, Question, ScalingCurve
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.values import OperationKind

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import PlanError, ShoalError
 from shoal.parallel.pipeline.stages import Stages
-from shoal.planner.answer.answer import Question, question
+from shoal.planner.answer.answer import question
+from shoal.planner.answer.outlook import Question
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.profile.profiles import Batches
 from shoal.planner.search.search import Wanted

@@ -11,15 +11,15 @@ from rich.console import Console
 from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.errors import PlanError
-from shoal.planner.answer import words
-from shoal.planner.answer.answer import Question, SearchResult, answer
-from shoal.planner.answer.display import show
-from shoal.planner.answer.outlook import GRAPH, Case, Change
+from shoal.planner.answer.answer import answer
+from shoal.planner.answer.display import SearchResult, best_rows, curve_rows, hints, key_rows, show
+from shoal.planner.answer.outlook import GRAPH, Case, Change, Question
 from shoal.planner.predict.error_bar import error_bar, likeness
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.space import Space, counts
 from shoal.plans.plan import Plan
+from shoal.report.quantities import rate, seconds
 
 COLUMNS = 80
 
@@ -44,6 +44,11 @@ def printed(found: SearchResult, width: int = COLUMNS) -> str:
     return text
 
 
+def row(found: SearchResult, name: str) -> str:
+    """The value of one key figure; "" where there is none."""
+    return next((value for key, value in key_rows(found) if key == name), "")
+
+
 @pytest.fixture(scope="module")
 def one() -> SearchResult:
     return answered(asked(), hours=1000.0)
@@ -66,7 +71,7 @@ def test_no_line_is_above_80_columns_and_nothing_is_cut(which: str, request: pyt
     assert max(map(len, narrow.splitlines())) <= COLUMNS
     assert max(len(line.rstrip()) for line in broad.splitlines()) > COLUMNS
     assert "…" not in narrow
-    for row in words.best_rows(found) + words.curve_rows(found):
+    for row in best_rows(found) + curve_rows(found):
         for cell in row[1:-1]:
             assert cell in narrow  # numbers are not broken
     # Every word is there, if in another order: letters of all cells, whatever line they are on.
@@ -82,15 +87,15 @@ def test_the_answer_itself_comes_first(one: SearchResult) -> None:
 
 
 def test_tokens_where_samples_are_sequences(one: SearchResult) -> None:
-    rate = 64 * 1024 / one.chosen.seconds
-    assert f"{rate:,.0f} tokens/s, {rate / one.chosen.devices:,.0f} a device" in words.throughput(one)
+    tokens = 64 * 1024 / one.chosen.seconds
+    assert f"{tokens:,.0f} tokens/s, {tokens / one.chosen.devices:,.0f} a device" in row(one, "throughput")
     images = replace(one, question=replace(one.question, sample_tokens=None))
-    assert "tokens" not in words.throughput(images)
-    assert f"{rate / 1024:,.0f} samples/s" in words.throughput(images)
+    assert "tokens" not in row(images, "throughput")
+    assert f"{tokens / 1024:,.0f} samples/s" in row(images, "throughput")
 
 
 def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: SearchResult) -> None:
-    told = words.share_of_peak(one)
+    told = row(one, "of the peak")
     dtype, flops = one.peak
     assert dtype == "bfloat16"
     assert f"{flops / 1e12:,.4g} TFLOP/s, the dense bfloat16 peak" in told
@@ -102,12 +107,12 @@ def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: SearchResult
 def test_a_price_has_its_source_or_is_not_known(one: SearchResult) -> None:
     case = one.question.case
     without = replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, price_per_hour=None)))
-    told = words.price(replace(one, question=replace(one.question, case=without)))
+    told = row(replace(one, question=replace(one.question, case=without)), "price")
     assert told.startswith("not known")
     assert "--price" in told
     priced = replace(one, question=one.question.at_price(2.5))
     hours = 100 * one.chosen.seconds / 3600
-    assert words.price(priced) == f"${one.chosen.devices * hours * 2.5:,.2f} at $2.50 a device-hour (--price)"
+    assert row(priced, "price") == f"${one.chosen.devices * hours * 2.5:,.2f} at $2.50 a device-hour (--price)"
 
 
 def in_cluster(found: SearchResult, **changes: Any) -> SearchResult:
@@ -129,9 +134,9 @@ def test_the_step_has_the_errors_of_published_rows(one: SearchResult) -> None:
     parameters = case.work.profile.num_parameters
     bar = error_bar(likeness("A100-80-SXM", parameters, plan.layout), parameters)
     assert bar is not None
-    told = words.step(found)
-    assert told.startswith(words.seconds(taken))
-    assert f"{words.seconds(taken * bar.low)} to {words.seconds(taken * bar.high)}" in told
+    told = row(found, "step")
+    assert told.startswith(seconds(taken))
+    assert f"{seconds(taken * bar.low)} to {seconds(taken * bar.high)}" in told
     assert f"{bar.num_rows:,} rows of language models of 0.2 to 0.36 B parameters on A100" in told
     # All of these took longer than predicted, and the estimate is outside: it is said.
     assert bar.low > 1.0
@@ -139,39 +144,36 @@ def test_the_step_has_the_errors_of_published_rows(one: SearchResult) -> None:
 
 
 def test_no_errors_of_rows_that_are_unlike(one: SearchResult) -> None:
-    told = words.step(with_device(one, "B200-SXM"))
-    assert told == f"{words.seconds(one.chosen.seconds)}; no published step is like it: none is of B200"
-    small = words.step(with_device(one, "H100-SXM-80"))
+    told = row(with_device(one, "B200-SXM"), "step")
+    assert told == f"{seconds(one.chosen.seconds)}; no published step is like it: none is of B200"
+    small = row(with_device(one, "H100-SXM-80"), "step")
     assert small.endswith("is like it: they are of language models of 3.6 to 8.9 B parameters on H100")
     images = with_device(replace(one, question=replace(one.question, sample_tokens=None)), "A100-80-SXM")
-    assert "like it (its samples are no sequences of tokens): they are of language" in words.step(images)
+    assert "like it (its samples are no sequences of tokens): they are of language" in row(images, "step")
     terms = {**one.chosen.prediction.terms, "launch": 0.8 * one.chosen.seconds}
     chosen = replace(one.chosen, prediction=replace(one.chosen.prediction, terms=terms))
     late = with_device(replace(one, choice=replace(one.choice, chosen=chosen)), "A100-80-SXM")
-    assert "no published step is like it (most of it is launches)" in words.step(late)
+    assert "no published step is like it (most of it is launches)" in row(late, "step")
 
 
 def test_no_error_bar_of_gpus_for_a_cpu(one: SearchResult) -> None:
     cpus = in_cluster(one, device=replace(one.question.case.cluster.device, kind="cpu"))
-    assert words.step(cpus) == words.seconds(one.chosen.seconds)
+    assert row(cpus, "step") == seconds(one.chosen.seconds)
 
 
 def test_the_margin_is_kept_free(one: SearchResult) -> None:
     size = one.question.case.cluster.device.memory_bytes / 2**30
     peak = one.chosen.prediction.peak_bytes / 2**30
-    assert f"{peak:.1f} of {size:.1f} GiB, {size - peak:.1f} free" in words.memory_margin(one)
-    assert f"{size / 4:.1f} are kept free (margin=25%)" in words.memory_margin(in_cluster(one, memory_margin=0.25))
+    assert f"{peak:.1f} of {size:.1f} GiB, {size - peak:.1f} free" in row(one, "memory")
+    assert f"{size / 4:.1f} are kept free (margin=25%)" in row(in_cluster(one, memory_margin=0.25), "memory")
 
 
 def test_energy_is_at_the_power_limit_where_it_is_known(one: SearchResult) -> None:
     device = one.question.case.cluster.device
     hours = 100 * one.chosen.seconds / 3600 * one.chosen.devices
-    assert f"at most {words.rate(hours * 0.5)} kWh" in words.energy(
-        in_cluster(one, device=replace(device, watts=500.0))
-    )
+    assert f"at most {rate(hours * 0.5)} kWh" in row(in_cluster(one, device=replace(device, watts=500.0)), "energy")
     unknown = in_cluster(one, device=replace(device, watts=None))
-    assert not words.energy(unknown)
-    assert "energy" not in dict(words.key_rows(unknown))  # type: ignore[arg-type]
+    assert not row(unknown, "energy")
 
 
 def test_the_length_is_that_of_so_many_tokens() -> None:
@@ -185,7 +187,7 @@ def test_the_length_is_that_of_so_many_tokens() -> None:
 
 def test_a_length_that_is_not_known_is_asked_for(one: SearchResult) -> None:
     unknown = replace(one, question=replace(one.question, num_steps=None))
-    assert "--samples N or --tokens N" in words.whole_job(unknown)
+    assert "--samples N or --tokens N" in row(unknown, "whole job")
 
 
 def test_recomputation_and_the_batch_are_among_what_would_change_it(one: SearchResult) -> None:
@@ -206,7 +208,7 @@ def test_a_graph_is_among_it_where_one_gpu_waits_for_its_host() -> None:
     assert change.seconds is not None
     assert terms["host"] == pytest.approx(2.1e-3)  # beside a device that waits nothing of it is hidden
     assert change.seconds < found.chosen.seconds - terms["launch"]
-    assert any(hint.startswith(GRAPH) for hint in words.hints(replace(found, finer=None)))
+    assert any(hint.startswith(GRAPH) for hint in hints(replace(found, finer=None)))
     several = answered(replace(small, case=replace(small.case, space=replace(small.case.space, counts=(8,)))))
     assert GRAPH not in [change.what for change in several.changes], "a graph is one process's"
 
@@ -223,7 +225,7 @@ def test_no_more_grains_are_advised_than_a_step_has_samples(batch: int, grains: 
     case = replace(case, work=replace(case.work, num_grains=grains), space=replace(case.space, facts=few))
     found = answered(replace(question, case=case))
     found = replace(found, finer=None, curve=replace(found.curve, pays_until=32))
-    advised = [text.partition("Job(grains=")[2].partition(")")[0] for text in words.hints(found) if "Job(" in text]
+    advised = [text.partition("Job(grains=")[2].partition(")")[0] for text in hints(found) if "Job(" in text]
     assert advised == ([] if wanted is None else [str(wanted)])
     (left_out,) = [i.reason for i in case.space.illegal() if i.what == f"data x shard > {grains}"]
     assert (f"Job(grains={wanted})" if wanted else "a larger batch") in left_out
@@ -232,7 +234,7 @@ def test_no_more_grains_are_advised_than_a_step_has_samples(batch: int, grains: 
 def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
     def needs(**sections: dict[str, Any]) -> str:
         plan = one.chosen.plan.with_sections(layout={"data": 1, "shard": 8}, **sections)
-        return words.needs(replace(one, choice=replace(one.choice, chosen=replace(one.chosen, plan=plan))))
+        return row(replace(one, choice=replace(one.choice, chosen=replace(one.chosen, plan=plan))), "needs")
 
     assert needs(shard={"level": "optimizer"}) == ""
     assert needs(shard={"level": "parameters"}) == 'torch 2.13 or newer, for shard.level = "parameters"'
@@ -241,8 +243,8 @@ def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
 def test_the_peak_and_the_price_name_the_device_of_the_plans_ranks(one: SearchResult) -> None:
     device = replace(one.question.case.cluster.device, name="a core, 2 threads", price_per_hour=None)
     found = in_cluster(one, device=replace(device, name="a core, 1 thread"), alternatives={one.ranks_per_host: device})
-    assert "peak of a core, 2 threads" in words.share_of_peak(found)
-    assert "has none of a core, 2 threads" in words.price(found)
+    assert "peak of a core, 2 threads" in row(found, "of the peak")
+    assert "has none of a core, 2 threads" in row(found, "price")
 
 
 def test_the_model_without_a_number_of_heads_is_told_what_to_write(one: SearchResult) -> None:
@@ -254,9 +256,9 @@ def test_the_model_without_a_number_of_heads_is_told_what_to_write(one: SearchRe
 def test_amounts_too_small_to_print_and_losses_are_no_advice(one: SearchResult) -> None:
     device = replace(one.question.case.cluster.device, watts=1.0, price_per_hour=1e-6)
     short = in_cluster(one, device=device)
-    assert words.energy(short).startswith("under 0.001 kWh")
-    assert words.price(short).startswith("under $0.01")
+    assert row(short, "energy").startswith("under 0.001 kWh")
+    assert row(short, "price").startswith("under $0.01")
     slower = Change("--precision bf16, which changes the run", 1.0, "-36% samples a second")
-    assert not any("bf16" in hint for hint in words.hints(replace(one, changes=(slower,))))
+    assert not any("bf16" in hint for hint in hints(replace(one, changes=(slower,))))
     quicker = replace(slower, effect="+36% samples a second")
-    assert any("bf16" in hint for hint in words.hints(replace(one, changes=(quicker,), finer=None)))
+    assert any("bf16" in hint for hint in hints(replace(one, changes=(quicker,), finer=None)))

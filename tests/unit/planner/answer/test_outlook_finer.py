@@ -12,10 +12,9 @@ from rich.console import Console
 from tests.conformance import cases
 from tests.unit.planner.models import facts, gpus, transformer
 
-from shoal.planner.answer.answer import Question, answer, question
+from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import show
-from shoal.planner.answer.finer import finer
-from shoal.planner.answer.outlook import Case
+from shoal.planner.answer.outlook import Case, Question, finer
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.choice import NothingFitsError, choose
