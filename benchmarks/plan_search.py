@@ -30,8 +30,7 @@ import shoal
 from models import GPT
 from shoal.planner.answer.answer import question
 from shoal.planner.answer.outlook import curve
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.choice import choose
+from shoal.planner.search.search import Aim, choose
 from shoal.plans.plan import Plan, described
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_search.json"

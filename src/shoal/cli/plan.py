@@ -20,7 +20,7 @@ from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question, with_chosen_format
 from shoal.planner.answer.display import Answer, console_of_width, show
 from shoal.planner.calibrate.lessons import learn_from
-from shoal.planner.search.aims import parse
+from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
 

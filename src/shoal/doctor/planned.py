@@ -17,8 +17,7 @@ from shoal.planner.answer.outlook import Case, as_graph
 from shoal.planner.calibrate.comparison import MeasuredStep, beside, section
 from shoal.planner.calibrate.lessons import Correction, learn, observation
 from shoal.planner.predict.workload import Prediction
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.choice import choose
+from shoal.planner.search.search import Aim, choose
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge
 

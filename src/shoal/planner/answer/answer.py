@@ -34,12 +34,10 @@ from shoal.planner.answer.outlook import (
     sensitivity,
 )
 from shoal.planner.calibrate.lessons import read as read_correction
-from shoal.planner.predict.segments import segments
+from shoal.planner.predict.stage_split import segments
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import Batches, is_small, profile_job
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.choice import NothingFitsError, choose, counted, gib
-from shoal.planner.search.search import Wanted
+from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, counted, gib
 from shoal.planner.search.space import Space, counts
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described
@@ -158,7 +156,9 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
         if hosts > 1 and cluster.between is None:
             break
         for number in devices[:: max(1, len(devices) // 8)] if devices else []:
-            larger = replace(case, cluster=replace(cluster, num_hosts=hosts), space=case.space.at(number))
+            larger = replace(
+                case, cluster=replace(cluster, num_hosts=hosts), space=replace(case.space, counts=(number,))
+            )
             if fitting := larger.search().take(Wanted()):
                 plan, peak = fitting[0].plan, gib(fitting[0].prediction.peak_bytes)
                 words = f"on {counted(number)} it fits ({described(plan)}, {peak} each)"

@@ -26,13 +26,11 @@ from shoal.planner.answer.outlook import (
     ScalingCurve,
 )
 from shoal.planner.calibrate.comparison import section
+from shoal.planner.predict.compute_time import ITEMSIZE, DeviceModel
 from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
-from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
-from shoal.planner.predict.share import MatrixRow, Share, unaligned_rows
+from shoal.planner.predict.workload import MatrixRow, Share, unaligned_rows
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
-from shoal.planner.search.aims import TOLD_APART
-from shoal.planner.search.choice import GIB, Choice, Rejected, gib
-from shoal.planner.search.search import Candidate
+from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Rejected, gib
 from shoal.planner.search.space import Illegal
 from shoal.plans.plan import Plan, described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
@@ -138,7 +136,7 @@ class SearchResult:
     def peak(self) -> tuple[str, float]:
         """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
         plan = self.chosen.plan
-        computer = self.question.case.predictor.staging.costs(plan).computer
+        computer = self.question.case.predictor.staging.ranks(plan).costs.computer
         dtype = computer.dtype(plan.precision.compute)
         return dtype, computer.device.flops[dtype]
 
@@ -364,7 +362,7 @@ def hints(answer: SearchResult) -> list[str]:
             if ITEMSIZE.get(operation.dtype) == ITEMSIZE["float32"]:
                 wide[operation.name] += flops
         share = sum(wide.values()) / whole if whole else 0.0
-        if share >= TOLD_APART:
+        if share >= DISTINCT:
             lines.append(
                 f"{share:.0%} of the model's FLOPs stay in float32, most of them in "
                 f"{max(wide, key=lambda name: wide[name])}, which autocast does not "
@@ -388,7 +386,8 @@ def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, 
     """Return the device model and, for each operator, a rank's share of it and its count in the whole model."""
     case, plan = answer.question.case, answer.chosen.plan
     predictor = case.predictor
-    computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
+    ranks = predictor.staging.ranks(plan)
+    computer, share = ranks.costs.computer, ranks.share
     result: list[tuple[Operation, Share, int]] = []
     for body, count in Counter(unit.body for unit in case.work.profile.units).items():
         of_body = share.of(body, predictor.program.divides_ends)
@@ -463,7 +462,7 @@ def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
     if not of_rows:
         return None
     cluster = replace(case.cluster, device=replace(device, unaligned=1.0))
-    aligned_seconds = replace(case, cluster=cluster).search().predict(chosen.plan).step_seconds
+    aligned_seconds = replace(case, cluster=cluster).search().bounds.predict(chosen.plan).step_seconds
     if chosen.seconds - aligned_seconds <= _WORTH * chosen.seconds:
         return None
     shares = {rows: spent / total for rows, spent in of_rows.items()}

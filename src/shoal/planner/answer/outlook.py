@@ -14,13 +14,11 @@ from math import ceil, exp, expm1, isinf, sqrt
 from shoal.errors import PlanError
 from shoal.hardware.values import Cluster
 from shoal.planner.calibrate.lessons import Correction
+from shoal.planner.predict.lower_bounds import costs_of
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
-from shoal.planner.search.aims import TIE, Aim, Limit
-from shoal.planner.search.choice import counted, gib, simplest
-from shoal.planner.search.costs import costs_of
-from shoal.planner.search.search import Candidate, Notes, Search, Wanted
-from shoal.planner.search.space import Space
+from shoal.planner.search.search import TIE, Aim, Candidate, Limit, Notes, Search, Wanted, counted, gib, simplest
+from shoal.planner.search.space import Space, recomputes
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan, described
 
@@ -190,7 +188,7 @@ def sensitivity(
         changes.append(_predicted(other, replace(chosen, plan=plan), what))
     graph = as_graph(case, chosen.plan)
     optional = [] if graph is None else [_predicted(graph, chosen, GRAPH)]
-    for kind in case.space.recomputes:
+    for kind in recomputes(case.space.base):
         if kind != chosen.plan.memory.recompute:
             plan = chosen.plan.with_sections(memory={"recompute": kind})
             what = f"recompute = {kind}" if kind != "none" else "no recomputation"
@@ -229,7 +227,7 @@ def as_graph(case: Case, plan: Plan) -> Case | None:
 
 
 def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *, tells_memory: bool = False) -> Change:
-    prediction = case.search().predict(chosen.plan)
+    prediction = case.search().bounds.predict(chosen.plan)
     if not prediction.fits:
         return Change(what, None, f"does not fit by {gib(prediction.missing_bytes)}")
     effect = _effect(chosen.seconds, prediction.step_seconds / samples)
@@ -368,7 +366,8 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
     if best is not None:
         if best.plan.batch.grains_per_microbatch > 1 and best.place.replicas < work.num_grains:
             return None  # smaller microbatches and more replicas are both possible already
-        single = replace(single, space=single.space.at(*sorted({best.devices, case.space.counts[-1]})))
+        counts = tuple(sorted({best.devices, case.space.counts[-1]}))
+        single = replace(single, space=replace(single.space, counts=counts))
         limit = Limit(seconds=best.seconds / _GAIN)
     better = next(iter(single.search().take(Wanted(aim, limit))), None)
     if better is None:
@@ -380,7 +379,7 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
         one_grain = better.plan.batch.model_copy(update={"grains_per_microbatch": 1})
         plan, coarse = better.plan.model_copy(update={"batch": one_grain}), with_grains(number)
         if not coarse.space.refusal(plan):
-            prediction = coarse.search().predict(plan)
+            prediction = coarse.search().bounds.predict(plan)
             if prediction.fits and prediction.step_seconds <= better.seconds * _GAIN:
                 return Finer(number, Candidate(plan, prediction), case, best)
     return Finer(batch, better, case, best)

@@ -68,23 +68,21 @@ class Network:
         on_host = self.cluster.devices_per_host
         return self.group(2, stride) if size * stride <= on_host else RankGroup(2, 1, max(1, min(on_host, stride)))
 
-    def _within(self) -> Link:
-        assert self.cluster.within is not None, "a host of several devices has a link"
-        return self.cluster.within
-
-    def rate(self, kind: str, group: RankGroup, num_bytes: float) -> float:
-        """Return the bus bandwidth in bytes per second of a collective of a group, without latency."""
-        return self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
+    def link(self, group: RankGroup) -> Link:
+        """Return the link of the slowest hop between two ranks of the group."""
+        link = self.cluster.between if group.hosts > 1 else self.cluster.within
+        assert link is not None, "ranks of several devices have a link between them"
+        return link
 
     def _narrowest(self, group: RankGroup, reached: Callable[[Link, int], float]) -> float:
-        rates = []
-        if group.per_host > 1:
-            link = self._within()
-            rate = reached(link, group.per_host)
-            rates.append(rate / (group.per_host * group.neighbours) if link.shared else rate)
-        if group.hosts > 1:
+        """Return the least bytes per second on the links of a group, each of which has `reached(link, ranks)`."""
+        rates, within, between = [], self.cluster.within, self.cluster.between
+        if group.per_host > 1 and within is not None:
+            rate = reached(within, group.per_host)
+            rates.append(rate / (group.per_host * group.neighbours) if within.shared else rate)
+        if group.hosts > 1 and between is not None:
             # All rings of a host leave it at the same time, each through one rank. A ring uses every NIC of its own.
-            rates.append(reached(self._between(), group.hosts) / group.neighbours)
+            rates.append(reached(between, group.hosts) / group.neighbours)
         return min(rates, default=float("inf"))
 
     def least_per_byte(self, kind: str, group: RankGroup) -> float:
@@ -92,39 +90,25 @@ class Network:
 
         The bound uses the best rate of each link. A tree moves bytes no faster than a ring.
         """
-        own = self._least_per_byte(kind, group)
-        if group.hosts > 1 or self._in_shared_memory is None:
-            return own
-        return min(own, self._in_shared_memory._least_per_byte(kind, group))
-
-    def _least_per_byte(self, kind: str, group: RankGroup) -> float:
         n = group.size
         if n == 1:
             return 0.0
         if kind == "all_to_all":
-            return (self._to_all(_MANY_BYTES, group) - self._to_all(0.0, group)) / _MANY_BYTES
-        passes = 2 if kind == "all_reduce" else 1
-        return passes * (n - 1) / n / self._narrowest(group, lambda link, count: link.best(kind, count))
-
-    def _between(self) -> Link:
-        assert self.cluster.between is not None, "several hosts have a link between them"
-        return self.cluster.between
-
-    def latency(self, group: RankGroup) -> float:
-        """Return the seconds of the slowest hop between two ranks of the group."""
-        return self._between().latency_seconds if group.hosts > 1 else self._within().latency_seconds
-
-    def call(self, group: RankGroup) -> float:
-        """Return the seconds of starting a collective."""
-        return self._between().call_seconds if group.hosts > 1 else self._within().call_seconds
+            least = (self._to_all(_MANY_BYTES, group) - self._to_all(0.0, group)) / _MANY_BYTES
+        else:
+            passes = 2 if kind == "all_reduce" else 1
+            least = passes * (n - 1) / n / self._narrowest(group, lambda link, count: link.best(kind, count))
+        if group.hosts > 1 or self._in_shared_memory is None:
+            return least
+        return min(least, self._in_shared_memory.least_per_byte(kind, group))
 
     def seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
         """Return the seconds of one collective of `num_bytes` without overlap; 0 for a lone rank."""
         key = kind, num_bytes, group
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._seconds(kind, num_bytes, group)
-        return found
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = self._seconds(kind, num_bytes, group)
+        return seconds
 
     def all_reduce(self, algorithm: str, num_bytes: float, group: RankGroup) -> float:
         """Return the seconds of an all_reduce by this algorithm if measured, else those of any all_reduce."""
@@ -133,12 +117,11 @@ class Network:
             return self.seconds("all_reduce", num_bytes, group)
         return link.sum_seconds(num_bytes, n)
 
-    def asked(self, algorithm: str, kind: str, num_bytes: float, group: RankGroup) -> float:
-        """Return the seconds of a model-parallel or optimizer collective. `algorithm`: the plan's all_reduce."""
-        return self.serving(algorithm, group).seconds(kind, num_bytes, group)
-
     def serving(self, algorithm: str, group: RankGroup) -> Network:
-        """Return the network of a model-parallel group: shared memory if the plan selects it on one host."""
+        """Return the network of model-parallel and optimizer collectives: shared memory if the plan selects it.
+
+        `algorithm`: the plan's all_reduce. Shared memory serves groups on one host.
+        """
         shares = algorithm == SHARED_MEMORY and group.hosts == 1
         return (self._in_shared_memory if shares else None) or self
 
@@ -146,49 +129,45 @@ class Network:
     def _in_shared_memory(self) -> Network | None:
         """This network with the measured links of a process group in shared memory; None if not measured."""
         link = self.cluster.algorithms.get(PROCESS_GROUP)
-        return Network(replace(self.cluster, within=link)) if link is not None else None
+        return Network(replace(self.cluster, within=link, algorithms={})) if link is not None else None
 
     def _seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
         n = group.size
         if n == 1 or num_bytes <= 0:
             return 0.0
+        link = self.link(group)
+        call, latency = link.call_seconds, link.latency_seconds
         if kind in ("send", "recv"):
-            return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(num_bytes, group)
-        moved = num_bytes / self.rate(kind, group, num_bytes) * (n - 1) / n
+            within = self.cluster.within if group.per_host > 1 else None
+            rate = (within or link).reached("send", num_bytes, 2)
+            neighbours = group.neighbours if within is None or within.shared else 1
+            return call + latency + num_bytes / (rate / neighbours)
+        if kind == "all_to_all":
+            return call + self._to_all(num_bytes, group)
+        rate = self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
+        moved = num_bytes / rate * (n - 1) / n
         # Each step of a ring takes as long as the slowest hop, since every hop sends a message in every step.
-        hops = (n - 1) * self.latency(group)
+        hops = (n - 1) * latency
         if kind == "all_reduce":
             ring = 2 * (moved + hops)
-            tree = 2 * (moved * n / (n - 1) + ceil(log2(group.hosts or 1)) * self.latency(group))
-            tree += 2 * (group.per_host - 1) * self._hop_within(group)
-            return self.call(group) + (min(ring, tree) if group.hosts > 1 else ring)
-        if kind == "all_to_all":
-            return self.call(group) + self._to_all(num_bytes, group)
+            tree = 2 * (moved * n / (n - 1) + ceil(log2(group.hosts or 1)) * latency)
+            hop = self.cluster.within.latency_seconds if self.cluster.within is not None else 0.0
+            tree += 2 * (group.per_host - 1) * hop
+            return call + (min(ring, tree) if group.hosts > 1 else ring)
         if kind == "broadcast":
-            return self.call(group) + num_bytes / self.rate(kind, group, num_bytes) + hops
-        return self.call(group) + moved + hops  # all_gather, reduce_scatter
-
-    def _hop_within(self, group: RankGroup) -> float:
-        return self._within().latency_seconds if group.per_host > 1 else 0.0
-
-    def _point_to_point(self, num_bytes: float, group: RankGroup) -> float:
-        if group.per_host > 1:
-            link = self._within()
-            return link.reached("send", num_bytes, 2) / (group.neighbours if link.shared else 1)
-        return self._between().reached("send", num_bytes, 2) / group.neighbours
+            return call + num_bytes / rate + hops
+        return call + moved + hops  # all_gather, reduce_scatter
 
     def _to_all(self, num_bytes: float, group: RankGroup) -> float:
         """Return the seconds of an all_to_all: each rank sends 1/n of its bytes to each other, off-host by NICs."""
-        n = group.size
-        outside = (n - group.per_host) / n
-        seconds = (n - 1) * (self.latency(group) if group.hosts > 1 else self._hop_within(group)) / 4
-        if group.per_host > 1:
-            link = self._within()
-            shared = group.per_host * group.neighbours if link.shared else 1
-            seconds += num_bytes * (group.per_host - 1) / n / link.bytes_per_second * shared
-        if group.hosts > 1:
-            rate = self._between().bytes_per_second / (group.neighbours * group.per_host)
-            seconds += num_bytes * outside / rate
+        n, within, between = group.size, self.cluster.within, self.cluster.between
+        seconds = (n - 1) * self.link(group).latency_seconds / 4
+        if group.per_host > 1 and within is not None:
+            shared = group.per_host * group.neighbours if within.shared else 1
+            seconds += num_bytes * (group.per_host - 1) / n / within.bytes_per_second * shared
+        if group.hosts > 1 and between is not None:
+            rate = between.bytes_per_second / (group.neighbours * group.per_host)
+            seconds += num_bytes * ((n - group.per_host) / n) / rate
         return seconds
 
 

@@ -1,15 +1,108 @@
-"""Division of a model's units into pipeline stages: by the names in a plan, equally, or balanced by seconds."""
+"""Division of a model's units into pipeline stages, between the modules before which the engine can cut.
+
+The stages follow the names in a plan, have equally many blocks, or are balanced by seconds.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, islice, pairwise, repeat
 from typing import TypeVar
 
-from shoal.planner.profile.values import Body, Unit
+from shoal.planner.profile.values import Amount, Body, Phase, Unit
+
+# Units that no cut divides. A stage is a run of segments.
+Segment = tuple[Unit, ...]
+
+
+def segments(units: Sequence[Unit], places: Sequence[str] | None) -> tuple[Segment, ...]:
+    """Return the units between the places, in order. Each unit is a segment if `places` is None.
+
+    A unit that is no block and has places within it is divided there, by the modules of its operations.
+    """
+    if places is None:
+        return tuple((unit,) for unit in units)
+    segments: list[Segment] = []
+    left = list(places)
+    for unit in units:
+        for part in _divided(unit, places):
+            # The first part within a place begins there. Of nested lists the outer one is the place.
+            start = next((place for place in left if _within(part.name, place)), None)
+            if start is not None:
+                left.remove(start)
+            if segments and start is None:
+                segments[-1] = (*segments[-1], part)
+            else:
+                segments.append((part,))
+    return tuple(segments)
+
+
+def _within(module: str, place: str) -> bool:
+    return module == place or module.startswith(f"{place}.")
+
+
+def _divided(unit: Unit, places: Sequence[str]) -> tuple[Unit, ...]:
+    """Return the parts of a unit. The first part keeps the unit's name."""
+    body = unit.body
+    if body.repeated:
+        return (unit,)
+
+    def innermost(module: str) -> int:
+        """Return 1 + the index of the innermost place that contains a module, or 0 if none does."""
+        return max((number for number, place in enumerate(places, 1) if _within(module, place)), default=0)
+
+    # For each operation, the number of the place before it, or 0 before all places. Forwards go up, backwards down.
+    numbers, number, highest = [], 0, 0
+    for operation in body.operations:
+        inner = innermost(operation.module)
+        if operation.phase is Phase.FORWARD:
+            number = highest = max(highest, inner)
+        elif inner or operation.module:
+            number = inner
+        numbers.append(number)
+    starts = sorted(set(numbers))
+    if len(starts) < 2:
+        return (unit,)
+    first: dict[str, int] = {}  # by module: the place before its first operation
+    for operation, number in zip(body.operations, numbers, strict=True):
+        first.setdefault(operation.module, number)
+    modules = [weight.name.rpartition(".")[0] for weight in body.weights]
+    homes = [first.get(module, innermost(module)) for module in modules]
+    # The module of an exchange is unknown, so that each part has an even share of all exchanges.
+    exchanges = tuple(
+        replace(e, bytes=Amount(e.bytes.fixed / len(starts), e.bytes.per_sample / len(starts))) for e in body.exchanges
+    )
+    parts: list[Unit] = []
+    incoming = body.input_bytes
+    for start in starts:
+        own = tuple(o for o, number in zip(body.operations, numbers, strict=True) if number == start)
+        is_last, outgoing = start == starts[-1], body.output_bytes
+        if not is_last:  # the last forward operation's output, since an activation crosses a cut as it was made
+            written = [o.written_bytes for o in own if o.phase is Phase.FORWARD]
+            outgoing = next((a for a in reversed(written) if a.fixed or a.per_sample), Amount())
+        weights = zip(body.weights, homes, strict=True)
+        part = replace(
+            body,
+            operations=own,
+            weights=tuple(weight for weight, home in weights if home == start or (is_last and home > start)),
+            exchanges=exchanges,
+            input_bytes=incoming,
+            output_bytes=outgoing,
+        )
+        parts.append(Unit(places[start - 1] if parts else unit.name, part))
+        incoming = outgoing
+    return tuple(parts)
+
+
+def flat(parts: Sequence[Segment]) -> Segment:
+    """Return all units in order."""
+    return tuple(unit for part in parts for unit in part)
+
+
+# ----------------------------------------------------------------------------------------------------------- divisions
 
 # Relative tolerance of the slowest stage's seconds above the optimum.
 _NEARLY = 1e-6
@@ -21,8 +114,8 @@ Counts = tuple[tuple[Body, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """Units of one rank, and how often each body occurs among them."""
+class ModelPart:
+    """Units of one rank, how often each body occurs among them, and the number of their trained parameters."""
 
     units: tuple[Unit, ...]
 
@@ -42,16 +135,10 @@ class StageDivision:
     """Units of a model, stage by stage."""
 
     stages: Stages
-    # Cache of `Held` by bodies, shared by all divisions of a model, so that costs are computed once. The first rank has
+    # Cache of parts by bodies, shared by all divisions of a model, so that costs are computed once. The first rank has
     # its own entries, since only that rank keeps the batch.
-    known: dict[tuple[bool, tuple[Body, ...]], Held] = field(default_factory=dict, repr=False)
-    _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
-    _alike: dict[int, list[tuple[Counts, list[int]]]] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def counts(self) -> tuple[Counts, ...]:
-        """The bodies of each stage with their number of units."""
-        return tuple(map(_counted, self.stages))
+    known: dict[tuple[bool, tuple[Body, ...]], ModelPart] = field(default_factory=dict, repr=False)
+    _parts: dict[int, tuple[ModelPart, ...]] = field(default_factory=dict, repr=False)
 
     def each(self, measured: Callable[[Counts], _Part]) -> list[_Part]:
         """Return a value per stage. Stages with equal bodies share one call of `measured`."""
@@ -61,33 +148,20 @@ class StageDivision:
 
     @cached_property
     def _distinct(self) -> tuple[list[Counts], list[int]]:
+        """The distinct bodies of stages with their number of units, and the index of each stage's among them."""
         known: dict[Counts, int] = {}
-        places = [known.setdefault(counts, len(known)) for counts in self.counts]
+        places = [known.setdefault(_counted(stage), len(known)) for stage in self.stages]
         return list(known), places
 
-    @cached_property
-    def firsts(self) -> tuple[str, ...]:
-        """The name of the first unit of each stage after the first. Empty stages have no name."""
-        return tuple(stage[0].name for stage in self.stages[1:] if stage)
-
-    def held(self, ranks: int) -> tuple[Held, ...]:
+    def parts(self, ranks: int) -> tuple[ModelPart, ...]:
         """Return the units of each of `ranks` ranks. Stage s is on rank s % ranks."""
-        if ranks not in self._held:
+        if ranks not in self._parts:
             own = (tuple(chain.from_iterable(self.stages[rank::ranks])) for rank in range(ranks))
-            self._held[ranks] = tuple(
-                self.known.setdefault((rank == 0, tuple(unit.body for unit in units)), Held(units))
+            self._parts[ranks] = tuple(
+                self.known.setdefault((rank == 0, tuple(unit.body for unit in units)), ModelPart(units))
                 for rank, units in enumerate(own)
             )
-        return self._held[ranks]
-
-    def alike(self, ranks: int) -> list[tuple[Counts, list[int]]]:
-        """Group the ranks that have equal bodies equally often, in the order of the first rank of each group."""
-        if ranks not in self._alike:
-            found: dict[Counts, list[int]] = {}
-            for rank, held in enumerate(self.held(ranks)):
-                found.setdefault(held.counts, []).append(rank)
-            self._alike[ranks] = list(found.items())
-        return self._alike[ranks]
+        return self._parts[ranks]
 
 
 def _counted(units: Sequence[Unit]) -> Counts:
@@ -123,15 +197,14 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
 
     The first stages therefore have most units, and the last ones may be empty. This is the rule of nanotron.
     """
-    found: list[list[Unit]] = [[]]
+    stages: list[list[Unit]] = [[]]
     total, passed = sum(costs), 0.0
     for unit, cost in zip(units, costs, strict=True):
-        found[-1].append(unit)
+        stages[-1].append(unit)
         passed += cost
-        if passed > total * len(found) / num_stages and len(found) < num_stages:
-            found.append([])
-    stages = [tuple(stage) for stage in found]
-    return tuple(stages + [()] * (num_stages - len(stages)))
+        if passed > total * len(stages) / num_stages and len(stages) < num_stages:
+            stages.append([])
+    return (*map(tuple, stages), *[()] * (num_stages - len(stages)))
 
 
 def balanced(units: Sequence[_Part], seconds: Sequence[float], num_stages: int) -> tuple[tuple[_Part, ...], ...]:
@@ -145,11 +218,38 @@ def balanced_lengths(runs: Sequence[Run], num_stages: int) -> tuple[int, ...]:
     """Return the number of units of each balanced stage. `runs`: runs of equal units."""
     low = max((one for one, _ in runs), default=0.0)
     high = sum(chain.from_iterable(repeat(*run) for run in runs))
-    taking = [run for run in runs if run[0] > 0]
+    positive = [run for run in runs if run[0] > 0]
     while high - low > _NEARLY * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if _num_parts(taking, middle) <= num_stages else (middle, high)
-    return _lengths(runs, high * (1 + 1e-9), num_stages)
+        low, high = (low, middle) if _num_parts(positive, middle) <= num_stages else (middle, high)
+    # Fill each stage up to the limit, but leave at least one unit for each later stage.
+    limit, lengths, filled = high * (1 + 1e-9), [0], 0.0
+    left = sum(count for _, count in runs)
+    for one, count in runs:
+        while count:
+            after = num_stages - len(lengths)
+            fitting = int((limit - filled) / one) if after and one > 0 else count
+            take = min(count, fitting, left - after)
+            if take <= 0 and lengths[-1]:
+                lengths.append(0)
+                filled = 0.0
+                continue
+            take = max(take, 1)
+            # Following stages take as many equal units, as long as enough units are left for the stages behind them.
+            same, full = 0, take in (1, fitting) and not lengths[-1] and after > 0 and one > 0
+            if full and min(int((limit - take * one) / one), left - take - after) <= 0:
+                ahead = (left - after - take) // (take - 1) if take > 1 else count
+                same = min(after - 1, (count - 1) // take - 1, ahead)
+            if same > 0:
+                lengths[-1:] = [take] * same + [0]
+                left -= same * take
+                count -= same * take
+                continue
+            lengths[-1] += take
+            filled += take * one
+            left -= take
+            count -= take
+    return tuple(lengths)
 
 
 def _num_parts(runs: Sequence[Run], limit: float) -> int:
@@ -164,34 +264,3 @@ def _num_parts(runs: Sequence[Run], limit: float) -> int:
         more = -(-left // most)
         parts, filled = parts + more, (left - (more - 1) * most) * one
     return parts
-
-
-def _lengths(runs: Sequence[Run], limit: float, num_stages: int) -> tuple[int, ...]:
-    """Fill each stage up to `limit` seconds, but leave at least one unit for each later stage."""
-    found, filled = [0], 0.0
-    left = sum(count for _, count in runs)
-    for one, count in runs:
-        while count:
-            after = num_stages - len(found)
-            fitting = int((limit - filled) / one) if after and one > 0 else count
-            take = min(count, fitting, left - after)
-            if take <= 0 and found[-1]:
-                found.append(0)
-                filled = 0.0
-                continue
-            take = max(take, 1)
-            # Following stages take as many equal units, as long as enough units are left for the stages behind them.
-            same, full = 0, take in (1, fitting) and not found[-1] and after > 0 and one > 0
-            if full and min(int((limit - take * one) / one), left - take - after) <= 0:
-                ahead = (left - after - take) // (take - 1) if take > 1 else count
-                same = min(after - 1, (count - 1) // take - 1, ahead)
-            if same > 0:
-                found[-1:] = [take] * same + [0]
-                left -= same * take
-                count -= same * take
-                continue
-            found[-1] += take
-            filled += take * one
-            left -= take
-            count -= take
-    return tuple(found)

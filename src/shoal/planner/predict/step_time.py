@@ -2,19 +2,151 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
 from shoal.hardware.values import Cluster, Device
-from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates
-from shoal.planner.predict.makespan import makespan
-from shoal.planner.predict.memory import Rank, States
-from shoal.planner.predict.pipeline_ranks import Ranks, Staging
-from shoal.planner.predict.roofline import ITEMSIZE
-from shoal.planner.predict.share import Share
+from shoal.planner.predict.compute_time import ITEMSIZE, WINOGRAD
+from shoal.planner.predict.exposed_time import Accounts, Exchanged
+from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, StageSize, Staging, makespan
+from shoal.planner.predict.stage_split import ModelPart
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
-from shoal.plans.accounting.collectives import REPLICAS
-from shoal.plans.plan import Plan, divisors
+from shoal.planner.profile.values import Profile
+from shoal.plans.accounting.all_reduce import compression_buffers
+from shoal.plans.accounting.collectives import Array, owned
+from shoal.plans.accounting.memory import (
+    bucketed,
+    cut,
+    gathered_parameters,
+    scattered_gradients,
+    scattered_peak,
+    sharded_parameters,
+    waiting_gradients,
+)
+from shoal.plans.plan import Plan
+
+# ----------------------------------------------------------------------------------------- parameters and their states
+
+
+@dataclass(frozen=True)
+class Unrounded:
+    """Bytes of the gathers and scatters of a rank's units on any shard degree, without rounding up rows.
+
+    `every`: the gradients of every microbatch are scattered, and there are several.
+    """
+
+    gathered: int
+    flat: Sequence[int]
+    waiting: Sequence[int]
+    every: bool
+    _known: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def on(self, degree: int) -> int:
+        """Return the largest number of bytes on one of `degree` ranks."""
+        if degree not in self._known:
+            scattered = scattered_peak(self.flat, self.waiting, degree, every=self.every)
+            self._known[degree] = self.gathered + scattered
+        return self._known[degree]
+
+
+class States:
+    """Bytes of parameters, gradients and optimizer state of a rank, by the formulas that a run is compared with."""
+
+    def __init__(self, profile: Profile, program: Program, accounts: Accounts) -> None:
+        self._program, self._accounts = program, accounts
+        self._per_element = profile.state_bytes_per_element + program.master_bytes
+        self._owned: dict[tuple[int, int], int] = {}
+        self._unrounded: dict[tuple[object, ...], Unrounded] = {}
+
+    def _per_gradient(self, plan: Plan) -> float:
+        num_bytes = self._program.gradient_bytes
+        return ITEMSIZE[plan.precision.reduce] if num_bytes is None else num_bytes
+
+    def bytes(
+        self, plan: Plan, part: ModelPart, size: StageSize, microbatches: int, *, on_cpu: bool
+    ) -> dict[str, float]:
+        """Return the bytes by category of a rank with these units."""
+        if plan.shards_model:
+            sharding = self._accounts.sharding(plan, plan.layout, part, microbatches)
+
+            def updated(unit: Sequence[Array]) -> int:
+                return sum(cut(array, 0, sharding.degree).numel for array in unit if array.trainable)
+
+            return {
+                "parameters": sharded_parameters(sharding),
+                "gathered": gathered_parameters(sharding),
+                "gradients": scattered_gradients(sharding),
+                "optimizer": self._per_element * sum(sharding.each(updated)),
+            }
+        owners, gradients = plan.num_owners, self._accounts.gradients(plan, part, on_cpu=on_cpu)
+        sums, trained = size.trainable * self._per_gradient(plan), size.trainable / owners
+        if self._program.own_buckets:
+            if plan.collectives.compression != "none" and plan.layout.world_size > 1:
+                sums = compression_buffers(gradients, plan)
+            else:
+                sums = bucketed(gradients, plan.degrees, plan.collectives.all_reduce == "native")
+            key = id(gradients), owners
+            if key not in self._owned:
+                arrays_of_owners = owned(gradients.parameters, owners)
+                self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
+            trained = self._owned[key]
+        return {
+            "parameters": size.parameter_bytes / plan.num_copies_shared,
+            "gathered": 0.0,
+            "gradients": sums,
+            "optimizer": self._per_element * trained,
+        }
+
+    def least(self, plan: Plan, ranks: Sequence[Rank], microbatches: int) -> list[float]:
+        """Return lower bounds of the bytes of these ranks, for any rounding of rows and any owners of states.
+
+        The bounds shrink with the shard degree and do not depend on the data degree.
+        """
+        per_element, shard, precision = self._per_element, plan.layout.shard, plan.precision
+        if not plan.shards_model:
+            per_gradient, copies, owners = self._per_gradient(plan), plan.num_copies_shared, plan.num_owners
+            return [
+                s.parameter_bytes / copies + s.trainable * per_gradient + per_element * (s.trainable / owners)
+                for s in (rank.size for rank in ranks)
+            ]
+        bounds, level, reduce = [], plan.shard.level, plan.shard.reduce
+        for rank in ranks:
+            size = rank.size
+            key = rank.part, plan.layout.tensor, precision.parameters, precision.reduce, level, reduce, microbatches > 1
+            if key not in self._unrounded:
+                sharding = self._accounts.sharding(plan, plan.layout, rank.part, microbatches, rounds=False)
+                own = gathered_parameters(sharding), sharding.scattered_bytes, waiting_gradients(sharding)
+                self._unrounded[key] = Unrounded(*own, microbatches > 1 and sharding.reduce_every)
+            units = self._unrounded[key].on(shard)
+            bounds.append(size.parameter_bytes / shard + units + per_element * (size.trainable / shard))
+        return bounds
+
+    def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
+        """Return lower bounds of the bytes that `least` counts per block, and once per rank with blocks."""
+        shard, precision = plan.layout.shard, plan.precision
+        if not plan.shards_model:
+            state = self._per_element * size.trainable / plan.num_owners
+            parameters = size.parameter_bytes / plan.num_copies_shared
+            return parameters + state + size.trainable * self._per_gradient(plan), 0.0
+        state = self._per_element * size.trainable / shard
+        gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
+        stays = gathered if plan.shard.level == "gradients" else 0.0
+        # A block's gradients are whole until they are scattered, and two gathered blocks are in memory at once.
+        own = size.parameter_bytes / shard + state + max(0.0, flat / shard - 1)
+        return own + stays, 2 * gathered - stays + flat
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+class Overheads(NamedTuple):
+    """Seconds and bytes of a device beside the model: per step, per parameter tensor of a step, and reserved."""
+
+    step_seconds: float
+    tensor_seconds: float
+    reserved_bytes: float
 
 
 class Predictor:
@@ -29,17 +161,38 @@ class Predictor:
         self.states = States(work.profile, self.program, accounts)
         self._flops = work.profile.flops(work.global_batch)
         self._executed: float | None = None
-        self._known_beside: dict[tuple[int, str], tuple[float, float, float]] = {}
-        self._simulated: dict[tuple[object, ...], float] = {}
+        self._overheads: dict[tuple[int, str], Overheads] = {}
+        self._makespans: dict[tuple[object, PipelineShape, float], float] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """Predict a step of the plan."""
-        ranks = self.staging.ranks(plan)
-        terms = self.seconds(plan, ranks)
-        memory = max((self._bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
+        ranks, work, layout, simulated = self.staging.ranks(plan), self.work, plan.layout, 0.0
+        if layout.pipeline > 1:
+            message = self.message(plan, ranks)
+            key = ranks.model, ranks.shape, message
+            if key not in self._makespans:
+                self._makespans[key] = makespan(ranks.shape, ranks.model.passes(ranks.adds), message)
+            simulated = self._makespans[key]
+        terms = self.with_shared(plan, ranks, self.shared_seconds(plan, ranks, simulated))
+        memory = max((self.bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda known: sum(known.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
         missing = max(0.0, peak - self.cluster.usable_bytes(ranks.device))
-        flops = self._flops / plan.layout.world_size
+        # Winograd's algorithm does not execute a part of the FLOPs.
+        computer, flops = ranks.costs.computer, self._flops / layout.world_size
+        if self._executed is None:
+            samples, operations = work.global_batch, (o for unit in work.profile.units for o in unit.body.operations)
+            less = sum(o.flops.at(samples) * (1.0 - 1.0 / WINOGRAD) for o in operations if computer.spares(o))
+            self._executed = 1.0 - less / self._flops if self._flops else 1.0
+        at_peak = flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
+        # A run's meter also counts the batch as activations, on the rank that it enters.
+        entering, batch = (
+            {work.profile.units[0], self.staging.parts[0]},
+            work.profile.saved_batch.at(ranks.share.samples),
+        )
+        activations = (
+            round(rank.in_flight * (rank.size.saved + (0.0 if entering.isdisjoint(rank.part.units) else batch)))
+            for rank in ranks.model.every(ranks.shape)
+        )
         return Prediction(
             step_seconds=seconds,
             terms=terms,
@@ -49,31 +202,17 @@ class Predictor:
             missing_bytes=missing,
             bubble=terms["bubble"] / seconds if seconds else 0.0,
             flops_per_device=flops,
-            mfu=self._used(plan, flops) / seconds if seconds else None,
-            kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
-            split=ranks.model.division.firsts,
+            mfu=at_peak / seconds if seconds else None,
+            kept_bytes=tuple(activations),
+            split=tuple(stage[0].name for stage in ranks.model.division.stages[1:] if stage),
         )
 
     def first_bytes(self, plan: Plan) -> float:
         """Return the peak bytes of the first rank, since some measurements are of that rank."""
         ranks = self.staging.ranks(plan)
-        return sum(self._bytes(plan, ranks, ranks.every[0]).values())
-
-    def _used(self, plan: Plan, flops: float) -> float:
-        """Return the seconds that a device at its peak needs for the executed part of `flops`."""
-        computer, samples = self.staging.costs(plan).computer, self.work.global_batch
-        if self._executed is None:
-            units, whole = self.work.profile.units, self._flops
-            less = sum(computer.spared(operation, samples) for unit in units for operation in unit.body.operations)
-            self._executed = 1.0 - less / whole if whole else 1.0
-        return flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
+        return sum(self.bytes(plan, ranks, ranks.model.every(ranks.shape)[0]).values())
 
     # ---------------------------------------------------------------------------------------------------------- seconds
-
-    def seconds(self, plan: Plan, ranks: Ranks) -> dict[str, float]:
-        """Return the seconds of a step by term."""
-        makespan = self._makespan(ranks, self.message(plan, ranks)) if plan.layout.pipeline > 1 else 0.0
-        return self.with_shared(plan, ranks, self.shared_seconds(plan, ranks, makespan))
 
     def shared_seconds(self, plan: Plan, ranks: Ranks, makespan: float) -> dict[str, float]:
         """Return the terms that plans with equal data x shard share, and 0 for the other terms.
@@ -97,30 +236,39 @@ class Predictor:
         self, plan: Plan, ranks: Ranks, shared: dict[str, float], *, bound: bool = False
     ) -> dict[str, float]:
         """Add the terms of replicas to the shared terms. `bound`: these terms may be lower bounds."""
-        terms, computer, device = dict(shared), self.staging.costs(plan).computer, ranks.device
-        on_cpu = device.kind == "cpu"
-        spread = self._spread(plan)
+        terms, computer, device, busiest = dict(shared), ranks.costs.computer, ranks.device, ranks.busiest
+        on_cpu, spread = device.kind == "cpu", self._spread(plan)
         if spread.shards_model:
             terms["parameters"] = self.exchanged.parameters(spread, ranks, 1.0 if on_cpu else self.program.contention)
             if on_cpu:
                 terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
-        last, waits = ranks.busiest.last_seconds, terms["launch"] > 0
+        last, waits = busiest.last_seconds, terms["launch"] > 0
         terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
         # On a CPU large messages leave the caches, so one large message is no bound.
         terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, bound=bound and not on_cpu)
-        num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
-        of_step, of_tensor, _ = self._beside(device, _divides(plan))
-        terms["host"] = of_step + of_tensor * num_tensors
+        num_tensors = max(rank.part.num_tensors for rank in ranks.fullest)
+        overheads = self.overheads(device, plan)
+        terms["host"] = overheads.step_seconds + overheads.tensor_seconds * num_tensors
         if not on_cpu:
-            terms["host"] += max(0.0, self.program.host_seconds - ranks.busiest.behind_seconds * ranks.microbatches)
+            terms["host"] += max(0.0, self.program.host_seconds - busiest.behind_seconds * ranks.microbatches)
         return terms
 
-    def _beside(self, device: Device, axis: str) -> tuple[float, float, float]:
-        """Return the cached `device.beside(axis)`, since a search needs it for many plans."""
+    def overheads(self, device: Device, plan: Plan) -> Overheads:
+        """Return the seconds and bytes beside the model, cached, since a search needs them for many plans.
+
+        They depend on the axis that divides the model. Of several axes, the costliest for the engine counts.
+        """
+        layout, axis = plan.layout, ""
+        if layout.tensor > 1:
+            axis = "tensor"
+        elif plan.shards_model:
+            axis = "shard"
+        elif layout.pipeline > 1:
+            axis = "pipeline"
         key = id(device), axis
-        if key not in self._known_beside:
-            self._known_beside[key] = device.beside(axis)
-        return self._known_beside[key]
+        if key not in self._overheads:
+            self._overheads[key] = Overheads(*device.beside(axis))
+        return self._overheads[key]
 
     def _spread(self, plan: Plan) -> Plan:
         """Return the plan with the shard axis that the program divides states over: with context ranks if it does."""
@@ -139,131 +287,28 @@ class Predictor:
             seconds += self.network.seconds("all_gather", num_bytes, self.network.group(parts, 1))
         return seconds
 
-    def least_summed(self, plan: Plan, ranks: Ranks) -> float:
-        """Return a lower bound of the seconds that replicas add on a GPU, for any split into data and shard ranks.
-
-        It assumes that a link moves one large message at least as fast as its parts.
-        """
-        layout, held, network = plan.layout, ranks.busiest.held, self.network
-        replicas, (forward, backward) = layout.data * layout.shard, ranks.busiest.unit_seconds
-        kind = "reduce_scatter" if self.program.scatter_gradients else "all_reduce"
-        num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
-        least = max(0.0, network.seconds(kind, num_bytes, network.axis(layout, REPLICAS)) - backward)
-        if replicas == 1 or least == 0.0:
-            return 0.0
-        # Every microbatch gathers. Gradients are scattered at least once, after the last one.
-        times = 1 if self.program.gathers_apart else ranks.microbatches
-        for shard in divisors(replicas)[1:]:
-            split = layout.trusted_copy({"data": replicas // shard, "shard": shard})
-            gathers, scatters = self.exchanged.shard.totals(plan, split, held)
-            least = min(least, times * max(0.0, gathers - forward) + max(0.0, scatters - backward))
-        return least
-
-    def _makespan(self, ranks: Ranks, message: float) -> float:
-        key = ranks.model, ranks.shape, message
-        if key not in self._simulated:
-            self._simulated[key] = makespan(ranks.shape, ranks.passes, message)
-        return self._simulated[key]
-
     # ------------------------------------------------------------------------------------------------------------ bytes
 
-    def _bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
-        on_cpu = ranks.device.kind == "cpu"
-        states = self.states.bytes(self._spread(plan), rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
-        return self.in_all(plan, rank, {**states, "communication": self._buckets(plan, rank)})
-
-    def in_all(self, plan: Plan, rank: Rank, states: dict[str, float]) -> dict[str, float]:
-        """Return the bytes of a rank by category: its `states`, activations, and overhead of allocator and driver.
+    def bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
+        """Return the bytes of a rank by category: states, buffers, activations, and overhead of allocator and driver.
 
         The total never shrinks when a state grows.
         """
-        memory = dict.fromkeys(CATEGORIES, 0.0)
-        memory.update(states)
+        on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
+        memory |= self.states.bytes(self._spread(plan), rank.part, rank.size, ranks.microbatches, on_cpu=on_cpu)
         memory["activations"] = rank.activations
-        device = self.staging.device(plan)
-        if device.kind == "cpu":
+        replicas, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes
+        if replicas > 1 and not plan.shards_model:
+            if plan.collectives.all_reduce == "shared_memory":  # every rank also maps the other ranks' buckets
+                per_element += ITEMSIZE[plan.precision.reduce] * (replicas - 1)
+            memory["communication"] = rank.size.trainable * per_element + self.program.buffer_bytes
+        if on_cpu:
             memory["allocator"] = self.program.heap_share * sum(memory.values())
         else:
-            memory["allocator"] = self._fragmented(plan) * memory["activations"]
-        memory["reserved"] = device.beside(_divides(plan))[2]
+            memory["allocator"] = self.fragmentation(plan) * memory["activations"]
+        memory["reserved"] = self.overheads(ranks.device, plan).reserved_bytes
         return memory
 
-    def _fragmented(self, plan: Plan) -> float:
+    def fragmentation(self, plan: Plan) -> float:
         """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
-
-    def block_size(self, plan: Plan) -> BlockSize:
-        """Return the activation bytes of a block under the plan's microbatch and recomputation."""
-        if self.staging.blocks is None:
-            return BlockSize()
-        size = self.staging.size(self.staging.blocks[0], plan)
-        return BlockSize(size.saved, size.transient)
-
-    def block_states(self, plan: Plan, per_element: float) -> BlockStates:
-        """Return the bytes of the blocks without activations, for any microbatch and recomputation."""
-        if self.staging.blocks is None:
-            return BlockStates(0, 0.0, 0.0, 0.0)
-        body, count = self.staging.blocks
-        device, size = self.staging.device(plan), self.staging.size(body, plan)
-        on_cpu = device.kind == "cpu"
-        states = 1 + self.program.heap_share if on_cpu else 1.0
-        kept = states if on_cpu else 1 + self._fragmented(plan)
-        block, once = self.states.of_block(plan, size)
-        block = states * (block + per_element * size.trainable)
-        return BlockStates(count, block, states * once + device.reserved_bytes, kept)
-
-    def least_bytes(self, plan: Plan, per_element: float) -> float:
-        """Return the peak with the least bytes of states. `per_element`: bytes per trained element beside the states.
-
-        The sum is that of `in_all` without categories, since a search calls this for many plans.
-        """
-        ranks = self.staging.ranks(plan)
-        device, microbatches = ranks.device, ranks.microbatches
-        on_cpu, reserved = device.kind == "cpu", self._beside(device, _divides(plan))[2]
-        of_heap, of_activations = (self.program.heap_share, 0.0) if on_cpu else (0.0, self._fragmented(plan))
-        states, worst = self.states.least(plan, ranks.fullest, microbatches), 0.0
-        for rank, state in zip(ranks.fullest, states, strict=True):
-            activations = rank.activations
-            own = state + rank.size.trainable * per_element + activations
-            worst = max(worst, own + (of_heap * own + of_activations * activations) + reserved)
-        return worst
-
-    def blocks(self, plan: Plan) -> Blocks:
-        """Return the blocks of the model with the seconds of one microbatch on each."""
-        if self.staging.blocks is None:
-            return Blocks()
-        (body, count), ranks = self.staging.blocks, self.staging.ranks(plan)
-        costs, share, again = self.staging.costs(plan), ranks.share, plan.memory.recompute
-        passes = {b: costs.body(b, share, again, ranks.adds) for b in self.staging.bodies}
-        seconds = {b: found.device_seconds for b, found in passes.items()}
-        longest = max((found for other, found in seconds.items() if other != body), default=0.0)
-        last = seconds[self.staging.parts[-1].body]
-        # Launches of weight gradients may overlap with earlier device work, so this is too small or even negative.
-        through = sum(number * (seconds[b] - passes[b].weight_seconds) for b, number in self.staging.bodies.items())
-        through = max(0.0, through) * (1 - ROUNDED)
-        return Blocks(count, seconds[body], longest, last, through)
-
-    def _kept(self, rank: Rank, share: Share) -> int:
-        """Return the bytes that a run's meter counts as activations, including the batch on the rank that it enters."""
-        enters = bool({self.work.profile.units[0], self.staging.parts[0]}.intersection(rank.held.units))
-        batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
-        return round(rank.in_flight * (rank.size.saved + batch))
-
-    def _buckets(self, plan: Plan, rank: Rank) -> float:
-        """Return the bytes of sum buffers. In shared memory every rank also maps the other ranks' buckets."""
-        ranks, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes
-        if ranks == 1 or plan.shards_model:
-            return 0.0
-        if plan.collectives.all_reduce == "shared_memory":
-            per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
-        return rank.size.trainable * per_element + self.program.buffer_bytes
-
-
-def _divides(plan: Plan) -> str:
-    """Return the axis that divides the model, or "" if none. Of several axes, the costliest for the engine counts."""
-    layout = plan.layout
-    if layout.tensor > 1:
-        return "tensor"
-    if plan.shards_model:
-        return "shard"
-    return "pipeline" if layout.pipeline > 1 else ""

@@ -1,19 +1,36 @@
-"""Plan space: all legal plans of a search, as a tree of ever smaller families, and the reasons against other plans.
+"""Plan space of a search: all legal plans, as a tree of ever smaller families, with lower bounds of each family.
 
 A place is a set of degrees, with data x shard as one number. A family is a place and a schedule, and leaves only the
-split into data and shard open.
+split into data and shard open. A search applies the bounds in this order:
+
+1. `Costs.floor`: seconds of a class of layouts, from its degrees alone.
+2. `MemoryBounds.is_crowded`: bytes of a family of schedules, from the blocks alone.
+3. `Bounds.families`, `Bounds.schedules`: seconds of a family and of its schedules, without a division into stages.
+4. `Bounds.staged`, `Bounds.plans`: seconds and bytes of a whole plan, without the simulation of its pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 from shoal.hardware.values import SHARED_MEMORY, Cluster
+from shoal.planner.predict.lower_bounds import (
+    BlockSize,
+    BlockStates,
+    Costs,
+    MicrobatchSeconds,
+    filled,
+    least_peak,
+)
+from shoal.planner.predict.pipeline import PipelineShape
+from shoal.planner.predict.workload import Prediction
 from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, excluded, fits
 from shoal.plans.plan import (
     BatchSection,
@@ -63,6 +80,14 @@ class Degrees(NamedTuple):
         return ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one device"
 
 
+class ScheduleFamily(NamedTuple):
+    """Microbatch schedules that differ only in the order of passes and the stages per rank."""
+
+    grains: int
+    recompute: Recompute
+    sequence: bool
+
+
 class MicrobatchSchedule(NamedTuple):
     """Microbatch size of a rank in grains, its recomputation, and its pipeline schedule."""
 
@@ -100,6 +125,11 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
         count = -(-share // (size - 1))
 
 
+def recomputes(base: Plan) -> tuple[Recompute, ...]:
+    """Return the recomputation modes to search. A compiled block chooses itself, so "selective" is no mode of it."""
+    return RECOMPUTE if base.execution.compile == "none" else ("none", "full")
+
+
 @dataclass(frozen=True)
 class Space:
     """Plan space. `base`: fixed settings (precision, exactness, compilation). `facts`: limits of the model."""
@@ -110,45 +140,26 @@ class Space:
     max_grains: int | None = None  # per microbatch; 1 if grains may not share a forward
     max_stages: int | None = None  # of a pipeline, as far as the profile distinguishes parts
     engine: bool = True  # only plans that this version executes
-    tensor: bool = True  # whether tensor cuts of the model are known; else degree 1 only
+    tensor: bool = True  # True if tensor cuts of the model are known; else degree 1 only
     uncut: str = ""  # reason why a pipeline cannot divide the model, if any
     whole: str = ""  # reason why gradients and parameters cannot be divided, if any
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, if faster than the base's
     one_copy: bool = False  # ranks that sum through shared memory share one copy of parameters
-    only: Collection[ModelDegrees] | None = None  # this part's degrees in a divided search
-    _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
-    _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
-
-    def at(self, *devices: int) -> Space:
-        """Return the part of the space on these numbers of devices."""
-        return replace(self, counts=tuple(devices))
+    _sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
+    _levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def cuts(self) -> tuple[ModelDegrees, ...]:
         """The legal model-parallel degrees."""
-        if self.only is not None:
-            return tuple(self.only)
         most = max(self.counts)
-        tensors = [t for t in self._tensor_degrees if t <= most]
-        found = (
-            ModelDegrees(t, p, c)
-            for t in tensors
-            for p in self._pipeline_degrees(most // t)
-            for c in self._contexts(t, most)
+        degrees = (
+            ModelDegrees(tensor, pipeline, context)
+            for tensor in _tensor_degrees(self)
+            if tensor <= most
+            for pipeline in range(1, min(self.num_layers, most // tensor) + 1)
+            for context in _contexts(self.facts, tensor, most)
         )
-        return tuple(cut for cut in found if cut.ranks <= most and not self._conflict(ModelDegrees(*cut)))
-
-    @property
-    def _tensor_degrees(self) -> list[int]:
-        """Divisors of the number of heads, so that attention divides evenly. Without heads: 1 to the widest layer."""
-        if not self.tensor:
-            return [1]
-        if self.facts.num_heads is not None:
-            return list(divisors(self.facts.num_heads))
-        return list(range(1, max(self.facts.widths, default=1) + 1))
-
-    def _pipeline_degrees(self, most: int) -> range:
-        return range(1, min(self.num_layers, most) + 1)
+        return tuple(cut for cut in degrees if cut.ranks <= most and not self.refusal(self.plan(*_alone(cut))))
 
     @cached_property
     def num_layers(self) -> int:
@@ -156,16 +167,15 @@ class Space:
         stages = self.facts.most_stages or 1
         return stages if self.max_stages is None else min(stages, self.max_stages)
 
-    def _contexts(self, tensor: int, most: int) -> list[int]:
-        """Return the divisors of the heads per tensor rank, or 1 for a model without sequences."""
-        heads, longest = self.facts.num_heads, self.facts.sequence
-        if heads is None or longest is None:
-            return [1]
-        return [c for c in divisors(heads // tensor) if c <= min(longest, most // tensor)]
-
-    def _conflict(self, cut: ModelDegrees) -> str | None:
-        return self.refusal(
-            self.plan(Degrees(1, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b"))
+    @cached_property
+    def places(self) -> tuple[Degrees, ...]:
+        """Every candidate layout on a legal number of devices, ordered by model-parallel degrees."""
+        legal, most = frozenset(self.counts), max(self.counts)
+        return tuple(
+            Degrees(replicas, cut)
+            for cut in sorted(self.cuts)
+            for replicas in range(1, min(self.facts.num_grains, most // cut.ranks) + 1)
+            if replicas * cut.ranks in legal
         )
 
     def refusal(self, plan: Plan) -> str | None:
@@ -173,75 +183,17 @@ class Space:
         general = set() if self.engine else set(excluded(plan))
         return next((found.conflict for found in conflicts(plan, self.facts) if found not in general), None)
 
-    def illegal(self) -> Iterator[Illegal]:
-        """Yield the excluded degrees up to the largest number of devices, by axis."""
-        most, heads = max(self.counts), self.facts.num_heads
-        if most > self.facts.num_grains:
-            grains, samples = self.facts.num_grains, self.facts.num_grains * self.facts.grain_size
-            wanted = f"Job(grains={min(most, samples)})" if samples > grains else "a larger batch"
-            yield Illegal(
-                f"data x shard > {grains}",
-                f"the job has {grains} grains; {wanted} would allow more (which changes the run)",
-            )
-        if not self.tensor and most > 1:
-            yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")
-        if self.whole and most > 1:
-            yield Illegal('shard.level = "gradients", "parameters"', self.whole)
-        if heads is not None and most > 1:
-            yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
-        if self.facts.sequence is None or heads is None:
-            lacks = "sequences" if self.facts.sequence is None else "number of heads: name the attribute num_heads"
-            yield Illegal("context > 1", f"the model shows no {lacks}")
-        if most > self.num_layers:
-            yield Illegal(f"pipeline > {self.num_layers}", self._why_not_more())
-        seen: set[str] = set()
-        for cut in (ModelDegrees(2, 2, 1), ModelDegrees(1, 2, 2), ModelDegrees(2, 1, 2), ModelDegrees(2, 2, 2)):
-            legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
-            if cut.ranks > most or not legal_alone or cut.context not in self._contexts(cut.tensor, most):
-                continue
-            reason = self._conflict(cut)
-            if reason and reason not in seen:
-                seen.add(reason)
-                yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), reason)
-
-    def _why_not_more(self) -> str:
-        if self.uncut:
-            return self.uncut
-        if self.facts.places is None:
-            return f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
-        most, named = len(self.facts.places) + 1, cut_by_itself(self.facts.places)
-        if self.num_layers < most:
-            return f"the profile tells {self.num_layers} parts apart; {named}: layout.pipeline = {most} at most may run"
-        return f"{named}; a pipeline.split that names other modules may cut it there"
-
-    def places(self, cut: ModelDegrees) -> Iterator[Degrees]:
-        """Yield the places of a cut: the numbers of replicas that give a legal number of devices."""
-        ranks, legal = cut.ranks, self._legal_counts
-        for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
-            if replicas * ranks in legal:
-                yield Degrees(replicas, cut)
-
-    @cached_property
-    def _legal_counts(self) -> frozenset[int]:
-        return frozenset(self.counts)
-
     def share(self, place: Degrees) -> int:
         """Return the grains of the rank with most grains."""
         return -(-self.facts.num_grains // place.replicas)
 
-    def most_replicas(self, share: int) -> int:
-        """Return the most replicas that give the rank with most grains `share` grains."""
-        return self.facts.num_grains if share == 1 else (self.facts.num_grains - 1) // (share - 1)
-
-    @property
-    def recomputes(self) -> tuple[Recompute, ...]:
-        """Recomputation modes to search. "selective" is not one with compile, since a compiled block chooses itself."""
-        return RECOMPUTE if self.base.execution.compile == "none" else ("none", "full")
-
-    def sizes(self, share: int) -> list[int]:
-        """Return the microbatch sizes in grains for a share of grains, largest first."""
+    def families(self, place: Degrees) -> list[ScheduleFamily]:
+        """Return the schedule families of a place, the smallest microbatches first."""
+        share = self.share(place)
         limit = 1 if self.base.execution.exact else self.max_grains or share
-        return [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
+        sizes = [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
+        kinds = product(reversed(sizes), recomputes(self.base), self.sequences(place.cut))
+        return [ScheduleFamily(*kind) for kind in kinds]
 
     def orders(self, pipeline: int, microbatches: int) -> tuple[tuple[str, int], ...]:
         """Return the pairs (schedule, stages per rank) that are defined for these ranks and microbatches."""
@@ -253,35 +205,30 @@ class Space:
         `shard`: degree of the shard axis. The other replicas of `place` are on the data axis.
         The plan's sections are valid by construction, so pydantic does not check them: a search makes many plans.
         """
+        replicas, cut = place
         values: dict[str, Any] = {
             "layout": layout_of(place, shard),
             "shard": _SHARDS[level if shard > 1 else "parameters"],
         }
-        algorithm = self._all_reduce(place, shard == 1 or level == "optimizer") if self.all_reduces else None
-        if algorithm and not self.base.execution.exact:
-            values["collectives"] = _collectives(self.base.collectives, algorithm)
+        if self.all_reduces and not self.base.execution.exact:
+            # A tensor axis uses shared memory for every number of replicas or for none, so that bounds of its time
+            # apply to all. Otherwise the plan takes another algorithm than the base's if whole gradients are summed.
+            algorithm = self.all_reduces.get(cut.tensor if cut.tensor > 1 else replicas)
+            if algorithm != SHARED_MEMORY:
+                algorithm = self.all_reduces.get(replicas) if shard == 1 or level == "optimizer" else None
+                algorithm = None if algorithm == SHARED_MEMORY else algorithm
+            if algorithm:
+                values["collectives"] = _collectives(self.base.collectives, algorithm)
         shared = False
-        if self.one_copy and place.replicas > 1 and shard == place.cut.ranks == 1:
-            summed = values.get("collectives", self.base.collectives)
-            shared = summed.compression == "none" and summed.all_reduce == SHARED_MEMORY
+        if self.one_copy and replicas > 1 and shard == cut.ranks == 1:
+            sums = values.get("collectives", self.base.collectives)
+            shared = sums.compression == "none" and sums.all_reduce == SHARED_MEMORY
         return self._varied.trusted_copy({**values, **_sections(way, shared)})
 
     @cached_property
     def _varied(self) -> Plan:
         """The base plan with all varied sections marked as set."""
         return self.base.trusted_copy({"layout": _ONE_DEVICE, "shard": _SHARDS["parameters"], **_sections(_WAY, False)})
-
-    def _all_reduce(self, place: Degrees, summed: bool) -> str | None:
-        """Return the all_reduce of a place if another than the base's is faster. `summed`: whole gradients are summed.
-
-        A tensor axis uses shared memory for every number of replicas or for none, so that bounds of its time hold for
-        all.
-        """
-        of_replicas = self.all_reduces.get(place.replicas)
-        together = place.cut.tensor if place.cut.tensor > 1 else place.replicas
-        if self.all_reduces.get(together) == SHARED_MEMORY:
-            return SHARED_MEMORY
-        return of_replicas if summed and of_replicas != SHARED_MEMORY else None
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> Iterator[Plan]:
         """Yield all plans of a family, the least divided first. The model may forbid a few of them."""
@@ -294,23 +241,84 @@ class Space:
 
     def levels(self, cut: ModelDegrees) -> tuple[Level, ...]:
         """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
-        if cut not in self._known_levels:
-            probe = replace(self, facts=replace(self.facts, num_grains=2))
-            way = MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
-            self._known_levels[cut] = tuple(
-                level
-                for level in (LEVELS[:1] if self.whole else LEVELS)
-                if not probe.refusal(self.plan(Degrees(2, cut), way, 2, level))
-            )
-        return self._known_levels[cut]
+        if cut not in self._levels:
+            probe, (place, way) = replace(self, facts=replace(self.facts, num_grains=2)), _alone(cut, replicas=2)
+            levels = LEVELS[:1] if self.whole else LEVELS
+            legal = (level for level in levels if not probe.refusal(self.plan(place, way, 2, level)))
+            self._levels[cut] = tuple(legal)
+        return self._levels[cut]
 
     def sequences(self, cut: ModelDegrees) -> tuple[bool, ...]:
         """Return the legal settings of sequence parallelism with these degrees."""
-        if cut not in self._known_sequences:
-            way = MicrobatchSchedule(1, sequence=True, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
-            legal = cut.tensor > 1 and not self.refusal(self.plan(Degrees(1, cut), way))
-            self._known_sequences[cut] = (False, True) if legal else (False,)
-        return self._known_sequences[cut]
+        if cut not in self._sequences:
+            place, way = _alone(cut)
+            legal = cut.tensor > 1 and not self.refusal(self.plan(place, way._replace(sequence=True)))
+            self._sequences[cut] = (False, True) if legal else (False,)
+        return self._sequences[cut]
+
+
+def _alone(cut: ModelDegrees, replicas: int = 1) -> tuple[Degrees, MicrobatchSchedule]:
+    """Return a place and a schedule that are legal if these model-parallel degrees are."""
+    return Degrees(replicas, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
+
+
+def _tensor_degrees(space: Space) -> Sequence[int]:
+    """Return the divisors of the number of heads, so that attention divides evenly; else 1 to the widest layer."""
+    if not space.tensor:
+        return [1]
+    if space.facts.num_heads is not None:
+        return divisors(space.facts.num_heads)
+    return range(1, max(space.facts.widths, default=1) + 1)
+
+
+def _contexts(facts: ModelFacts, tensor: int, most: int) -> list[int]:
+    """Return the divisors of the heads per tensor rank, or 1 for a model without sequences."""
+    heads, longest = facts.num_heads, facts.sequence
+    if heads is None or longest is None:
+        return [1]
+    return [c for c in divisors(heads // tensor) if c <= min(longest, most // tensor)]
+
+
+def illegal(space: Space) -> Iterator[Illegal]:
+    """Yield the excluded degrees up to the largest number of devices, by axis."""
+    facts, most, num_layers = space.facts, max(space.counts), space.num_layers
+    grains, heads = facts.num_grains, facts.num_heads
+    if most > grains:
+        samples = grains * facts.grain_size
+        wanted = f"Job(grains={min(most, samples)})" if samples > grains else "a larger batch"
+        reason = f"the job has {grains} grains; {wanted} would allow more (which changes the run)"
+        yield Illegal(f"data x shard > {grains}", reason)
+    if not space.tensor and most > 1:
+        yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")
+    if space.whole and most > 1:
+        yield Illegal('shard.level = "gradients", "parameters"', space.whole)
+    if heads is not None and most > 1:
+        yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
+    if facts.sequence is None or heads is None:
+        lacks = "sequences" if facts.sequence is None else "number of heads: name the attribute num_heads"
+        yield Illegal("context > 1", f"the model shows no {lacks}")
+    if most > num_layers:
+        if space.uncut:
+            reason = space.uncut
+        elif facts.places is None:
+            reason = f"the model shows {num_layers} block{'s' * (num_layers > 1)}"
+        else:
+            stages, reason = len(facts.places) + 1, cut_by_itself(facts.places)
+            if num_layers < stages:
+                runs = f"layout.pipeline = {stages} at most may run"
+                reason = f"the profile tells {num_layers} parts apart; {reason}: {runs}"
+            else:
+                reason += "; a pipeline.split that names other modules may cut it there"
+        yield Illegal(f"pipeline > {num_layers}", reason)
+    seen: set[str] = set()
+    for cut in (ModelDegrees(2, 2, 1), ModelDegrees(1, 2, 2), ModelDegrees(2, 1, 2), ModelDegrees(2, 2, 2)):
+        legal_alone = cut.tensor in _tensor_degrees(space) and cut.pipeline <= min(num_layers, most)
+        if cut.ranks > most or not legal_alone or cut.context not in _contexts(facts, cut.tensor, most):
+            continue
+        conflict = space.refusal(space.plan(*_alone(cut)))
+        if conflict and conflict not in seen:
+            seen.add(conflict)
+            yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), conflict)
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -375,3 +383,220 @@ _SHARDS = {level: _section(ShardSection, level=level) for level in LEVELS}
 @lru_cache(maxsize=8)
 def _collectives(base: CollectivesSection, algorithm: str) -> CollectivesSection:
     return base.model_copy(update={"all_reduce": algorithm})
+
+
+# -------------------------------------------------------------------------------------------------------------- bounds
+
+
+class LayoutClass(NamedTuple):
+    """Degrees that differ only in replicas and give a rank the same grains, so that their bounds are equal."""
+
+    share: int
+    cut: ModelDegrees
+    replicas: tuple[int, ...]  # in order, the fewest first
+    first: Degrees  # the degrees with the fewest replicas
+    divided: Degrees  # the degrees with the most replicas
+    beside: float  # seconds of every plan that only the bound of a whole plan includes
+
+
+class BoundedPlan(NamedTuple):
+    """A plan with lower bounds of its memory shortfall (bytes) and its step time (s; infinite if it cannot fit)."""
+
+    plan: Plan
+    missing: float
+    seconds: float
+
+
+def _only_microbatch(
+    space: Space, costs_on: Callable[[int], Costs], costs: Costs, cut: ModelDegrees, family: ScheduleFamily
+) -> Plan:
+    """Return a plan at these costs without a pipeline, where a microbatch of the family is the only one."""
+    alone, num_grains, size = cut._replace(pipeline=1), space.facts.num_grains, family.grains
+    replicas = num_grains if size == 1 else (num_grains - 1) // (size - 1)  # the most with a share of this size
+    if costs_on(replicas * alone.ranks) is not costs:  # a single rank on a CPU host may use all cores
+        replicas = next((n for n in range(replicas, 0, -1) if costs_on(n * alone.ranks) is costs), 1)
+    return space.plan(Degrees(replicas, alone), MicrobatchSchedule(*family))
+
+
+class MemoryBounds:
+    """Lower bounds of the bytes that plans of a space lack, each computed once. A plan may fit if none is positive.
+
+    `costs`: function from a number of devices to costs. Results depend on the devices only through the costs.
+    """
+
+    def __init__(self, space: Space, costs: Callable[[int], Costs]) -> None:
+        self._space, self._costs = space, costs
+        self._sizes: dict[tuple[Costs, int, int, ScheduleFamily], BlockSize] = {}
+        self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
+        self._missing: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+
+    def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
+        """Return a lower bound of the bytes that a plan lacks."""
+        costs = self._costs(place.devices)
+        owners = plan.num_owners if plan.memory.shared else 1
+        divided = place.replicas > 1, plan.layout.shard, plan.shard.level, owners
+        key = costs, self._space.share(place), place.cut, way, divided
+        if key not in self._bytes:
+            self._bytes[key] = costs.least_bytes(plan)
+        return self._bytes[key] - costs.memory_bytes
+
+    def schedule_lacks(self, place: Degrees, way: MicrobatchSchedule) -> float:
+        """Return the bytes that the most divided plan of a schedule lacks."""
+        # With the same stages per rank, no other schedule keeps fewer microbatches on any rank.
+        way = way._replace(schedule="interleaved_1f1b" if way.stages > 1 else "1f1b")
+        if (place, way) not in self._missing:
+            self._missing[place, way] = min(self.lacks(place, way, plan) for plan in self._most_divided(place, way))
+        return self._missing[place, way]
+
+    def place_lacks(self, place: Degrees, below: float = float("inf")) -> float:
+        """Return a lower bound of the bytes that every plan of a place lacks, or `below` if that is less.
+
+        The smallest microbatches come first, since one of them nearly always fits if any plan fits.
+        """
+        families = self._space.families(place)
+        smallest = [family for family in families if family.grains == families[0].grains]
+        below = self._least(place, smallest, below)
+        return below if below <= 0 else self._least(place, families[len(smallest) :], below)
+
+    def crowded_lack(self, place: Degrees, below: float) -> float:
+        """Return the least bytes that a crowded family of a place lacks, or `below` if that is less.
+
+        Of families that differ only in the microbatch, the smallest crowded one lacks least.
+        """
+        smallest: dict[tuple[Recompute, bool], ScheduleFamily] = {}
+        for family in self._space.families(place):
+            if family[1:] not in smallest and self.is_crowded(place, family):
+                smallest[family[1:]] = family
+        return self._least(place, list(smallest.values()), below)
+
+    def is_crowded(self, place: Degrees, family: ScheduleFamily) -> bool:
+        """Return True if the blocks of a family alone do not fit, for any division of the blocks over the ranks.
+
+        No schedule keeps fewer microbatches on a rank than 1f1b with one stage per rank.
+        """
+        size, microbatches = self._block_size(place, family), -(-self._space.share(place) // family.grains)
+        memory = self._costs(place.devices).memory_bytes
+        return all(one.is_crowded(size, place.cut.pipeline, microbatches, memory) for one in self._block_states(place))
+
+    def _least(self, place: Degrees, families: Sequence[ScheduleFamily], below: float) -> float:
+        """Return the least bytes that these families of a place lack, or `below` if that is less."""
+        memory, pipeline, share = self._costs(place.devices).memory_bytes, place.cut.pipeline, self._space.share(place)
+        bounds = []
+        for family in families:
+            shape = self._block_size(place, family), pipeline, -(-share // family.grains), memory
+            bounds.append((min(least_peak(one, *shape) for one in self._block_states(place)) - memory, family))
+        for bound, family in sorted(bounds):
+            if bound >= below or below <= 0:
+                break
+            for _, stages in dict.fromkeys(self._space.orders(pipeline, -(-share // family.grains))):
+                below = min(below, self.schedule_lacks(place, MicrobatchSchedule(*family, stages=stages)))
+        return below
+
+    def _block_size(self, place: Degrees, family: ScheduleFamily) -> BlockSize:
+        costs, cut = self._costs(place.devices), place.cut
+        key = costs, cut.tensor, cut.context, family
+        if key not in self._sizes:
+            self._sizes[key] = costs.block_size(_only_microbatch(self._space, self._costs, costs, cut, family))
+        return self._sizes[key]
+
+    def _block_states(self, place: Degrees) -> tuple[BlockStates, ...]:
+        """Return the bytes of blocks of the most divided plans, those that divide most first."""
+        if place not in self._states:
+            plans = self._most_divided(place, MicrobatchSchedule(1))[::-1]
+            self._states[place] = self._costs(place.devices).block_states(plans)
+        return self._states[place]
+
+    def _most_divided(self, place: Degrees, way: MicrobatchSchedule) -> list[Plan]:
+        """Return plans of a family, one of which needs no more bytes than any plan of the family.
+
+        A plan with one shared copy counts at any place, since fewer replicas may sum through shared memory.
+        """
+        levels = self._space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
+        divided = [self._space.plan(place, way, place.replicas, level) for level in levels]
+        if self._space.one_copy and place.replicas > 1 and place.cut.ranks == 1:
+            plan = self._space.plan(place, way)
+            divided.append(plan.model_copy(update={"memory": plan.memory.model_copy(update={"shared": True})}))
+        return divided
+
+
+class Bounds:
+    """Lower bounds of the seconds of plans of a space and their predictions, each computed once.
+
+    `costs`: function from a number of devices to costs. Results depend on the devices only through the costs.
+    """
+
+    def __init__(self, space: Space, costs: Callable[[int], Costs]) -> None:
+        self.space, self.costs, self.memory = space, costs, MemoryBounds(space, costs)
+        self._microbatches: dict[tuple[Costs, int, int, ScheduleFamily], MicrobatchSeconds] = {}
+        self._families: dict[tuple[Costs, int, Degrees], list[tuple[float, ScheduleFamily]]] = {}
+        self._staged: dict[tuple[Costs, int, ModelDegrees, MicrobatchSchedule], float] = {}
+        self._at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
+        self._plans: dict[tuple[Degrees, MicrobatchSchedule], list[BoundedPlan]] = {}
+        self._predicted: dict[tuple[object, ...], Prediction] = {}
+
+    def families(self, layouts: LayoutClass) -> list[tuple[float, ScheduleFamily]]:
+        """Return the families of a class that may fit, with lower bounds of their seconds in ascending order."""
+        costs, share, cut = self.costs(layouts.first.devices), layouts.share, layouts.cut
+        key = costs, share, layouts.divided
+        if key not in self._families:
+            bounds = []
+            for family in self.space.families(layouts.divided):
+                if not self.memory.is_crowded(layouts.divided, family):
+                    whole, blocks = self._microbatch(costs, cut, family)
+                    busiest = max(whole / cut.pipeline, blocks.busiest(cut.pipeline))
+                    bounds.append((-(-share // family.grains) * busiest, family))
+            self._families[key] = sorted(bounds, key=itemgetter(0))
+        return self._families[key]
+
+    def schedules(self, layouts: LayoutClass, family: ScheduleFamily) -> list[tuple[float, MicrobatchSchedule]]:
+        """Return the schedules of a family with lower bounds of their seconds, in ascending order."""
+        pipeline, microbatches = layouts.cut.pipeline, -(-layouts.share // family.grains)
+        whole, blocks = self._microbatch(self.costs(layouts.first.devices), layouts.cut, family)
+        bounds = []
+        for schedule, stages in self.space.orders(pipeline, microbatches):
+            shape = PipelineShape(schedule, pipeline, stages, microbatches)
+            seconds = filled(whole, shape, blocks.last, blocks.through)
+            bounds.append((seconds, MicrobatchSchedule(*family, schedule, stages)))
+        return sorted(bounds)
+
+    def _microbatch(self, costs: Costs, cut: ModelDegrees, family: ScheduleFamily) -> MicrobatchSeconds:
+        """Return the costs of a family's microbatch on a rank with all stages."""
+        key = costs, cut.tensor, cut.context, family
+        if key not in self._microbatches:
+            self._microbatches[key] = costs.microbatch(_only_microbatch(self.space, self.costs, costs, cut, family))
+        return self._microbatches[key]
+
+    def staged(self, layouts: LayoutClass, way: MicrobatchSchedule) -> float:
+        """Return a lower bound of the seconds of a schedule from its stages, without `beside`."""
+        costs = self.costs(layouts.first.devices)
+        key = costs, layouts.share, layouts.cut, way
+        if key not in self._staged:
+            self._staged[key] = costs.staged(self.space.plan(layouts.first, way))
+        return self._staged[key]
+
+    def at(self, place: Degrees, way: MicrobatchSchedule) -> float:
+        """Return a lower bound of the seconds of a schedule at a place."""
+        if (place, way) not in self._at:
+            costs = self.costs(place.devices)
+            self._at[place, way] = costs.at(self.space.plan(place, way)) + costs.beside(
+                place.devices, place.cut.ranks > 1
+            )
+        return self._at[place, way]
+
+    def plans(self, place: Degrees, way: MicrobatchSchedule) -> list[BoundedPlan]:
+        """Return the plans of a schedule at a place with their bounds, the least seconds first."""
+        if (place, way) not in self._plans:
+            nearly, bounds = self.costs(place.devices).nearly, []
+            for plan in self.space.plans(place, way):
+                missing = self.memory.lacks(place, way, plan)
+                bounds.append(BoundedPlan(plan, missing, nearly(plan) if missing <= 0 else float("inf")))
+            self._plans[place, way] = sorted(bounds, key=itemgetter(2))
+        return self._plans[place, way]
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Return the prediction of a plan."""
+        key = simplicity(plan) + tuple(plan.layout.__dict__.values())
+        if key not in self._predicted:
+            self._predicted[key] = self.costs(plan.layout.world_size).predict(plan)
+        return self._predicted[key]

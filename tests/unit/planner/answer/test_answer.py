@@ -13,9 +13,7 @@ from shoal.planner.answer.outlook import Case, Change, Question, ScalingCurve
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.values import OperationKind
-from shoal.planner.search.aims import parse
-from shoal.planner.search.choice import choose
-from shoal.planner.search.search import Candidate
+from shoal.planner.search.search import Candidate, choose, parse
 from shoal.planner.search.space import Space
 from shoal.plans.plan import Plan
 

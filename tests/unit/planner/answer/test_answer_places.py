@@ -18,7 +18,7 @@ from shoal.planner.answer.outlook import Question
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.profile.profiles import Batches
 from shoal.planner.search.search import Wanted
-from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees
+from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees, illegal
 from shoal.plans import Plan
 from shoal.training.setup.default_grains import outline, with_grains
 from shoal.training.setup.preflight import judged
@@ -129,7 +129,7 @@ def test_plan_and_engine_agree(name: str) -> None:
     assert min(most, 2) <= space.num_layers <= most
     for number in range(2, space.num_layers + 1):
         assert not space.refusal(space.plan(space_place(number), MicrobatchSchedule(1, schedule="gpipe")))
-    said = next(illegal for illegal in space.illegal() if illegal.what.startswith("pipeline >"))
+    said = next(illegal for illegal in illegal(space) if illegal.what.startswith("pipeline >"))
     assert said.what == f"pipeline > {space.num_layers}"
     if space.num_layers < most:
         assert f"layout.pipeline = {most} at most may run" in said.reason

@@ -16,8 +16,8 @@ from shoal.planner.answer.display import SearchResult, best_rows, curve_rows, hi
 from shoal.planner.answer.outlook import GRAPH, Case, Change, Question
 from shoal.planner.predict.error_bar import error_bar, likeness
 from shoal.planner.predict.workload import Workload
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.space import Space, counts
+from shoal.planner.search.search import Aim
+from shoal.planner.search.space import Space, counts, illegal
 from shoal.plans.plan import Plan
 from shoal.report.quantities import rate, seconds
 
@@ -227,7 +227,7 @@ def test_no_more_grains_are_advised_than_a_step_has_samples(batch: int, grains: 
     found = replace(found, finer=None, curve=replace(found.curve, pays_until=32))
     advised = [text.partition("Job(grains=")[2].partition(")")[0] for text in hints(found) if "Job(" in text]
     assert advised == ([] if wanted is None else [str(wanted)])
-    (left_out,) = [i.reason for i in case.space.illegal() if i.what == f"data x shard > {grains}"]
+    (left_out,) = [i.reason for i in illegal(case.space) if i.what == f"data x shard > {grains}"]
     assert (f"Job(grains={wanted})" if wanted else "a larger batch") in left_out
 
 
@@ -249,7 +249,7 @@ def test_the_peak_and_the_price_name_the_device_of_the_plans_ranks(one: SearchRe
 
 def test_the_model_without_a_number_of_heads_is_told_what_to_write(one: SearchResult) -> None:
     space = one.question.case.space
-    found = replace(space, facts=replace(space.facts, num_heads=None)).illegal()
+    found = illegal(replace(space, facts=replace(space.facts, num_heads=None)))
     assert "no number of heads: name the attribute num_heads" in {i.what: i.reason for i in found}["context > 1"]
 
 

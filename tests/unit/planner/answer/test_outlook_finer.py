@@ -16,8 +16,7 @@ from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import show
 from shoal.planner.answer.outlook import Case, Question, finer
 from shoal.planner.predict.workload import Workload
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.choice import NothingFitsError, choose
+from shoal.planner.search.search import Aim, NothingFitsError, choose
 from shoal.planner.search.space import Space
 from shoal.plans.plan import Plan
 

@@ -48,10 +48,10 @@ def test_gathers_and_scatters_on_cores_are_not_hidden_either() -> None:
 def test_totals_are_the_sums_of_all_units() -> None:
     plan = Plan().with_sections(layout={"data": 2, "shard": 4}, shard={"level": "parameters"})
     predictor = Predictor(work(), cluster(8), QUIET)
-    held, shard = predictor.staging.ranks(plan).busiest.held, predictor.exchanged.shard
-    units = shard.exchanges(plan, plan.layout, held)
+    part, shard = predictor.staging.ranks(plan).busiest.part, predictor.exchanged.shard
+    units = shard.exchanges(plan, plan.layout, part)
     assert sum(units.scatters) > sum(units.gathers) > 0
-    assert shard.totals(plan, plan.layout, held) == pytest.approx((sum(units.gathers), sum(units.scatters)))
+    assert shard.totals(plan, plan.layout, part) == pytest.approx((sum(units.gathers), sum(units.scatters)))
 
 
 def test_what_is_gathered_and_scattered_is_copied_on_cores() -> None:

@@ -14,10 +14,9 @@ from tests.unit.planner.models import gpus, transformer
 
 from shoal.hardware.values import Cluster, Curve, Device
 from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.compute_time import DeviceModel
 from shoal.planner.predict.lower_bounds import BlockSize, BlockStates, Floors, PipelineShape, filled, ideal, least_peak
-from shoal.planner.predict.roofline import DeviceModel
-from shoal.planner.predict.share import Share
-from shoal.planner.predict.workload import Program
+from shoal.planner.predict.workload import Program, Share
 from shoal.planner.profile.values import Amount, OperationKind, Phase
 from shoal.plans.legal import fits
 from shoal.plans.schedule import Action, ActionKind, actions, simulate

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.planner.predict.stage_split import Held, StageDivision, balanced, by_names, equal, thresholds
+from shoal.planner.predict.stage_split import ModelPart, StageDivision, balanced, by_names, equal, thresholds
 from shoal.planner.profile.values import Body, Unit
 
 PLAIN, REPEATED = Body(()), Body((), repeated=True)
@@ -21,10 +21,10 @@ def test_stages_begin_with_the_names_of_the_plan():
 
 
 def test_ranks_of_a_model_with_equal_units_share_them_but_for_the_first():
-    known: dict[tuple[bool, tuple[Body, ...]], Held] = {}
+    known: dict[tuple[bool, tuple[Body, ...]], ModelPart] = {}
     blocks = UNITS[1:7]
-    two, three = (StageDivision(equal(blocks, number), known).held(number) for number in (2, 3))
-    four = StageDivision((blocks[:2], blocks[2:5], blocks[5:6]), known).held(3)
+    two, three = (StageDivision(equal(blocks, number), known).parts(number) for number in (2, 3))
+    four = StageDivision((blocks[:2], blocks[2:5], blocks[5:6]), known).parts(3)
     assert two[1] is four[1]  # three blocks each
     assert three[1] is three[2]
     assert two[0] is not two[1]  # the batch enters on the first rank

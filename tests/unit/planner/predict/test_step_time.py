@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from tests.unit.planner.made import DEVICE, LINK, block, cluster, predict, work
 
 from shoal.hardware.values import MEMORY_MARGIN
+from shoal.planner.predict.lower_bounds import Costs
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Program
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, Unit
-from shoal.planner.search.costs import Costs
-from shoal.planner.search.space import ModelDegrees
 from shoal.plans.plan import Plan
 
 BLOCK = 12e-3  # seconds a sample
@@ -269,4 +268,4 @@ def test_images_with_their_channels_last_take_what_was_measured_of_them() -> Non
     first, last = (plan(8, execution={"channels_last": each}) for each in (False, True))
     told = [predictor.predict(each).terms["compute"] for each in (first, last, first)]
     assert told == pytest.approx([0.8, 0.08, 0.8])
-    assert Costs(predictor, core).floor(8.0, ModelDegrees(1, 1, 1)) <= 0.08 * (1 + 1e-9)
+    assert Costs(predictor, core).floor(8.0, 1, 1, 1) <= 0.08 * (1 + 1e-9)

@@ -21,20 +21,39 @@ from tests.usual import parametrize
 from shoal.errors import PlanError
 from shoal.planner.answer.outlook import curve
 from shoal.planner.calibrate.comparison import section
-from shoal.planner.predict.lower_bounds import Blocks, BlockSize, BlockStates, PipelineShape, filled
+from shoal.planner.predict.lower_bounds import (
+    Blocks,
+    BlockSize,
+    BlockStates,
+    Costs,
+    MicrobatchSeconds,
+    PipelineShape,
+    costs_of,
+    filled,
+)
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
-from shoal.planner.search.bounds import ScheduleFamily
-from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import Costs, MicrobatchSeconds, costs_of
-from shoal.planner.search.search import Candidate, Search, Wanted
+from shoal.planner.search.search import (
+    DISTINCT,
+    Aim,
+    Candidate,
+    Limit,
+    NothingFitsError,
+    Search,
+    Wanted,
+    choose,
+    limit_of,
+    parse,
+    tied,
+)
 from shoal.planner.search.space import (
     Degrees,
     Level,
     MicrobatchSchedule,
     ModelDegrees,
+    ScheduleFamily,
     Space,
     counts,
+    illegal,
     microbatch_sizes,
     simplicity,
 )
@@ -86,8 +105,8 @@ class Invented(Costs):
     def nearly(self, plan: Plan) -> float:
         alone = 40.0 if self.seed % 2 else 0.0  # what no division makes faster
         at = plan.layout
-        place = Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
-        return alone + self.beside(place) + self.at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
+        beside = self.beside(at.world_size, at.tensor * at.pipeline * at.context > 1)
+        return alone + beside + self.at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
 
     def least_bytes(self, plan: Plan) -> float:
         at = plan.layout
@@ -102,8 +121,8 @@ class Invented(Costs):
     def block_size(self, plan: Plan) -> BlockSize:
         return BlockSize()
 
-    def beside(self, place: Degrees) -> float:
-        return 3.0 * place.devices if self.seed % 3 else 0.0
+    def beside(self, num_devices: int, is_divided: bool) -> float:
+        return 3.0 * num_devices if self.seed % 3 else 0.0
 
     def microbatch(self, plan: Plan) -> MicrobatchSeconds:
         assert self.microbatches(plan) == plan.layout.pipeline == 1
@@ -120,7 +139,7 @@ class Invented(Costs):
         lacks = max(0.0, peak - MEMORY)
         return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
 
-    def floor(self, samples: float, degrees: ModelDegrees) -> float:
+    def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         return 0.0
 
     def costs(self) -> Costs:
@@ -135,12 +154,10 @@ def ways(space: Space, place: Degrees, family: ScheduleFamily) -> Iterator[Micro
 
 def every_plan(space: Space) -> Iterator[Plan]:
     """All plans of a space, one by one."""
-    for cut in space.cuts:
-        for place in space.places(cut):
-            share = space.share(place)
-            for size, recompute, sequence in product(space.sizes(share), space.recomputes, space.sequences(cut)):
-                for way in ways(space, place, ScheduleFamily(size, recompute, sequence)):
-                    yield from space.plans(place, way)
+    for place in space.places:
+        for family in space.families(place):
+            for way in ways(space, place, family):
+                yield from space.plans(place, way)
 
 
 def small(seed: int) -> tuple[Space, Invented]:
@@ -200,7 +217,7 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
             choose(search, aim, 100)
         return
     wanted = simplest_of(allowed, aim)
-    near = [c for c in allowed if c.devices < wanted.devices and c.seconds <= wanted.seconds * (1 + TOLD_APART)]
+    near = [c for c in allowed if c.devices < wanted.devices and c.seconds <= wanted.seconds * (1 + DISTINCT)]
     choice = choose(search, aim, 100)
     if aim.name == "fastest" and near:
         assert choice.faster is not None
@@ -315,14 +332,14 @@ def test_a_space_has_all_legal_degrees(engine: bool) -> None:
 def test_without_known_cuts_there_is_no_tensor_axis() -> None:
     space = Space(Plan(), facts(6, layers=4, heads=4), (1, 2, 4), tensor=False)
     assert {plan.layout.tensor for plan in every_plan(space)} == {1}
-    assert "tensor > 1" in [found.what for found in space.illegal()]
+    assert "tensor > 1" in [found.what for found in illegal(space)]
 
 
 def test_where_gradients_cannot_be_divided_the_optimizer_alone_is() -> None:
     space = Space(Plan(), facts(6, layers=4, heads=4), (1, 2, 4), whole="this torch is too old")
     levels = {plan.shard.level for plan in every_plan(space) if plan.layout.shard > 1}
     assert levels == {"optimizer"}
-    assert "this torch is too old" in [found.reason for found in space.illegal()]
+    assert "this torch is too old" in [found.reason for found in illegal(space)]
 
 
 def test_every_plan_is_one_that_the_engine_admits() -> None:
@@ -362,14 +379,14 @@ def real(request: pytest.FixtureRequest) -> tuple[Space, Workload, Search]:
 
 def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search]) -> None:
     space, _, search = real
-    plans, bounds = list(every_plan(space)), search.bounds
+    plans, bounds, memory = list(every_plan(space)), search.bounds, search.bounds.memory
     for plan in random.Random(0).sample(plans, 600):
         at, costs = plan.layout, search.costs(plan.layout.world_size)
         place = next(p for p in search.by_devices[at.world_size] if p.cut == (at.tensor, at.pipeline, at.context))
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
-        beside = costs.beside(place)
-        assert bounds.floor(place) + beside <= predicted.step_seconds * almost
+        beside = costs.beside(place.devices, place.cut.ranks > 1)
+        assert costs.floor(space.share(place), *place.cut) + beside <= predicted.step_seconds * almost
         assert costs.staged(plan) <= costs.at(plan) * almost
         assert costs.at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
@@ -381,17 +398,17 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
             plan.pipeline.schedule,
             plan.pipeline.stages_per_rank,
         )
-        assert bounds.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
-        alike = [p for p in search.places if p.cut == place.cut and space.share(p) == space.share(place)]
+        assert memory.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
+        alike = [p for p in space.places if p.cut == place.cut and space.share(p) == space.share(place)]
         for node in search.classes(alike):  # what prunes a whole class holds for each of its places
             assert node.seconds <= predicted.step_seconds * almost
-            assert bounds.missing_bytes(node.layouts.divided, way) <= bounds.missing_bytes(place, way) + 1
-        assert bounds.missing_bytes(place, way) <= predicted.peak_bytes - costs.memory_bytes + 1
+            assert memory.schedule_lacks(node.layouts.divided, way) <= memory.schedule_lacks(place, way) + 1
+        assert memory.schedule_lacks(place, way) <= predicted.peak_bytes - costs.memory_bytes + 1
         (node,) = search.classes([place])
         families = {family: seconds for seconds, family in bounds.families(node.layouts)}
         family = ScheduleFamily(*way[:3])
-        if bounds.is_crowded(place, family):
-            assert bounds.missing_bytes(place, way) > -1
+        if memory.is_crowded(place, family):
+            assert memory.schedule_lacks(place, way) > -1
             assert not predicted.fits
             assert family not in families
         else:
@@ -413,19 +430,17 @@ def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
         for least, family in search.bounds.families(search.classes([place])[0].layouts):
             for way in ways(space, place, family):
                 for plan in space.plans(place, way):
-                    found = search.costs(place.devices).predict(plan)
-                    assert least + search.costs(place.devices).beside(place) <= found.step_seconds * (1 + 1e-9), (
-                        place,
-                        way,
-                    )
-    every = [search.costs(n).predict(plan) for n in (1, 2) for plan in every_plan(space.at(n))]
+                    costs = search.costs(place.devices)
+                    beside = costs.beside(place.devices, place.cut.ranks > 1)
+                    assert least + beside <= costs.predict(plan).step_seconds * (1 + 1e-9), (place, way)
+    every = [search.costs(n).predict(plan) for n in (1, 2) for plan in every_plan(replace(space, counts=(n,)))]
     best = min(p.step_seconds for p in every if p.fits)
     assert search.take(Wanted())[0].seconds == pytest.approx(best, rel=1e-12)
 
 
 def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
     space, _, search = real
-    on_two = space.at(2)
+    on_two = replace(space, counts=(2,))
     every = [search.costs(2).predict(plan) for plan in every_plan(on_two)]
     best = min(p.step_seconds for p in every if p.fits)
     (found,) = search.take(Wanted(fewest=2, most=2))
@@ -438,7 +453,7 @@ def test_a_prediction_does_not_depend_on_those_before(real: tuple[Space, Workloa
     sampled = random.Random(1).sample(range(len(plans) - 3), 12)
     for plan in (plan for place in sampled for plan in plans[place : place + 3]):  # neighbours are of one family
         num_devices = plan.layout.world_size
-        alone = costs_of(work, gpus(2, 4, gib=6), search.costs(1)._program)(num_devices).predict(plan)
+        alone = costs_of(work, gpus(2, 4, gib=6), search.costs(1)._predictor.program)(num_devices).predict(plan)
         assert search.costs(num_devices).predict(plan) == alone
 
 
@@ -478,7 +493,7 @@ def test_nothing_fits_says_by_how_much() -> None:
 def test_a_model_without_heads_and_layers_is_divided_by_data_alone() -> None:
     space = Space(Plan(), ModelFacts(8, 4), (1, 2, 4))
     assert {tuple(cut) for cut in space.cuts} == {(1, 1, 1)}
-    assert [i.what for i in space.illegal()] == ["context > 1", "pipeline > 1"]
+    assert [i.what for i in illegal(space)] == ["context > 1", "pipeline > 1"]
 
 
 def test_grains_stay_apart_where_they_must() -> None:
@@ -507,7 +522,7 @@ def test_limits() -> None:
 
 def test_places_in_words() -> None:
     space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 4))
-    assert {str(place) for cut in space.cuts for place in space.places(cut) if place.devices == 1} == {"one device"}
+    assert {str(place) for place in space.places if place.devices == 1} == {"one device"}
     assert any(str(Degrees(2, cut)) == "data x shard 2, tensor 2" for cut in space.cuts)
 
 

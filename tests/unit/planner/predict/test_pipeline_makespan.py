@@ -5,9 +5,9 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shoal.planner.predict.compute_time import Pass, Passes
 from shoal.planner.predict.lower_bounds import PipelineShape
-from shoal.planner.predict.makespan import makespan
-from shoal.planner.predict.stage_time import Pass, Passes
+from shoal.planner.predict.pipeline import makespan
 from shoal.plans.schedule import Action, ActionKind, actions, simulate
 
 _SECONDS = st.floats(0.0, 10.0)

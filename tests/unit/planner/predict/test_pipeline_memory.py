@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.unit.planner.made import block, matmul
 
-from shoal.planner.predict.memory import Sizes, kept_alternately
-from shoal.planner.predict.share import Share
-from shoal.planner.predict.workload import Program
+from shoal.planner.predict.pipeline import Sizes, kept_alternately
+from shoal.planner.predict.workload import Program, Share
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 BACKWARD = Phase.BACKWARD_INPUT

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from tests.unit.planner.made import DEVICE, block, matmul
 
-from shoal.planner.predict.fusion import fused
+from shoal.planner.predict.compute_time import DeviceModel, fused
 from shoal.planner.predict.lower_bounds import ideal
-from shoal.planner.predict.roofline import DeviceModel
-from shoal.planner.predict.share import Share
+from shoal.planner.predict.workload import Share
 from shoal.planner.profile.values import NOTHING, Amount, Operation, OperationKind, Phase, TensorCut
 
 ELEMENTS = 1e8

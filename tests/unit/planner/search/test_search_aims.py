@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import CommandError
-from shoal.planner.search.aims import Aim, parse, tied, written_time
+from shoal.planner.search.search import Aim, parse, tied, written_time
 
 
 @pytest.mark.parametrize(

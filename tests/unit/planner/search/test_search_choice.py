@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 
+from shoal.planner.predict.lower_bounds import costs_of
 from shoal.planner.predict.workload import Workload
-from shoal.planner.search.aims import Aim
-from shoal.planner.search.choice import choose, gib
-from shoal.planner.search.costs import costs_of
-from shoal.planner.search.search import Search
+from shoal.planner.search.search import Aim, Search, choose, gib
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, Space, counts
 from shoal.plans.plan import Plan
 
@@ -30,17 +26,20 @@ def search() -> Search:
 def least_missing(search: Search, place: Degrees) -> float:
     """What the plan that needs least of a place lacks, one by one."""
     space, share, costs = search.space, search.space.share(place), search.costs(place.devices)
-    kinds = product(space.sizes(share), space.recomputes, space.sequences(place.cut))
-    orders = ((kind, order) for kind in kinds for order in space.orders(place.cut.pipeline, -(-share // kind[0])))
-    ways = (MicrobatchSchedule(*kind, *order) for kind, order in orders)
+    families, pipeline = space.families(place), place.cut.pipeline
+    ways = (
+        MicrobatchSchedule(*family, *order)
+        for family in families
+        for order in space.orders(pipeline, -(-share // family.grains))
+    )
     return min(costs.least_bytes(plan) for way in ways for plan in space.plans(place, way)) - costs.memory_bytes
 
 
 def test_a_layout_lacks_what_its_smallest_plan_lacks(search: Search) -> None:
-    wanted = {place: least_missing(search, place) for place in search.places}
+    wanted = {place: least_missing(search, place) for place in search.space.places}
     assert {missing > 0 for missing in wanted.values()} == {True, False}
     for place, missing in wanted.items():
-        found = search.bounds.missing_at_least(place)
+        found = search.bounds.memory.place_lacks(place)
         if missing > 0:
             assert found == missing
         else:

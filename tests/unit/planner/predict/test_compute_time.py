@@ -6,8 +6,8 @@ import pytest
 from tests.unit.planner.made import DEVICE, block, flat, matmul
 
 from shoal.hardware.values import Curve
-from shoal.planner.predict.roofline import Cost, DeviceModel, matmul_seconds
-from shoal.planner.predict.share import Share
+from shoal.planner.predict.compute_time import Cost, DeviceModel, matmul_seconds
+from shoal.planner.predict.workload import Share
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 TILED = replace(DEVICE, multiprocessors=10, tile=(128, 256))
@@ -145,9 +145,9 @@ def test_a_core_reads_from_memory_what_its_caches_have_lost():
     relu = Operation("aten.relu", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 0.5e6))
     relu = replace(relu, written_bytes=relu.read_bytes)
     assert DeviceModel(core).operation(relu, Share(1)).device == pytest.approx(1e-6)
-    assert DeviceModel(core, held=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-5)
+    assert DeviceModel(core, touched=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-5)
     gpu = replace(core, kind="gpu")
-    assert DeviceModel(gpu, held=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-6)
+    assert DeviceModel(gpu, touched=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-6)
 
 
 def test_an_operator_that_computes_longer_than_it_moves():
@@ -196,8 +196,8 @@ CORE = replace(DEVICE, kind="cpu", memory=Curve(((1e6, 1.0), (1e7, 0.1))), memor
 FAR = Amount(1e9)
 
 
-def far(operation: Operation, device=CORE, held: Amount = FAR) -> float:
-    return DeviceModel(device, held=held).operation(operation, Share(1)).device
+def far(operation: Operation, device=CORE, touched: Amount = FAR) -> float:
+    return DeviceModel(device, touched=touched).operation(operation, Share(1)).device
 
 
 def moves(name: str, read: float, written: float) -> Operation:

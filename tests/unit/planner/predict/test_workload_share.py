@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.planner.made import matmul
 
-from shoal.planner.predict.share import MatrixRow, Share, sizes_on_rank, unaligned_rows
+from shoal.planner.predict.workload import MatrixRow, Share, sizes_on_rank, unaligned_rows
 from shoal.planner.profile.values import Amount, Operation, TensorCut
 
 
