@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -16,10 +16,13 @@ from torch.utils.data import default_collate
 from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
-from shoal.data.source import Collate, collate_samples, raised, tell_epoch
+from shoal.data.source import Collate, collate_samples, digest_of_samples, raised, tell_epoch
 from shoal.errors import DataError, JobError
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
+
+if TYPE_CHECKING:
+    from shoal.distributed.mesh import Mesh
 
 
 class _GrainSamples(NamedTuple):
@@ -208,3 +211,29 @@ def no_lockstep() -> JobError:
         conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",
         remedy='use a map-style dataset, or shard.level = "optimizer"',
     )
+
+
+def compare_streams(mesh: Mesh, loader: Loader) -> None:
+    """Compare the stream samples that all ranks have read for their next step.
+
+    A rank that could not read its samples disables the comparison; its own error is reported instead.
+    Raises: DataError, on every rank. Collective: all ranks, one JSON gather of a digest if the data are a stream.
+    """
+    if mesh.world_size > 1 and isinstance(loader, StreamLoader):
+        refuse_other_samples("train_data", mesh.gather_json(digest_of_samples(loader.samples)))
+
+
+def refuse_other_samples(name: str, digests: Sequence[str | None]) -> None:
+    """Raise DataError if the ranks' digests of the same stream samples differ; None stands for no samples."""
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if None in digests or not others:
+        return
+    error = DataError(
+        given=f"{name}: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",
+        conflict="every rank reads the whole stream and computes its own grains; this one divides itself by rank or "
+        "worker, or draws from a generator of its own",
+        remedy="give the whole stream, the same on every rank: shoal divides it (leave out RANK, WORLD_SIZE, "
+        "get_rank() and split_by_node); draw from torch's, numpy's or Python's global generator, which shoal seeds",
+    )
+    error.everywhere = True
+    raise error

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from shoal.checkpoint.run_state import RunState
+from shoal.data.stream import compare_streams
 from shoal.distributed.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
@@ -20,7 +21,6 @@ from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, StepRunner
-from shoal.training.microbatch.streams import compare_streams
 from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import StepRecords, Surroundings
 from shoal.training.step_clock import StepTime
@@ -51,12 +51,13 @@ class Trainer:
         self._num_updates = parts.updater.num_begun  # updates that the state counts
         self._advanced = False  # whether a step was added since the last work between steps
         self._has_callbacks = bool(parts.callbacks)
-        parts.keeper.tell_failures(self._unwritten)
-        self._go_back(state.step)
 
-    def _unwritten(self, reason: str) -> None:
-        done = "the last good one stays, and the training goes on"
-        self._around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
+        def unwritten(reason: str) -> None:
+            done = "the last good one stays, and the training goes on"
+            around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
+
+        parts.keeper.tell_failures(unwritten)
+        self._go_back(state.step)
 
     def train(self) -> Outcome:
         """Train to the end, or to the first step at which any rank was requested to stop.
@@ -73,7 +74,10 @@ class Trainer:
             status = self._steps()
         except Exception as error:
             shown = as_shoal_error(error)
-            parts.keeper.rescue(shown, self.state, self._torn)
+            torn = callbacks.meddled  # why model and optimizer do not match the state, or None
+            if parts.updater.num_begun != self._num_updates:
+                torn = "the error came in the midst of an update"
+            parts.keeper.rescue(shown, self.state, torn)
             while self._records.waiting:  # records of the last good steps, still without other ranks' measures
                 self._records.write()
             callbacks.failed(shown)
@@ -85,13 +89,6 @@ class Trainer:
         outcome = self._between.conclude(self.state, status)
         callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
-
-    @property
-    def _torn(self) -> str | None:
-        """The reason why model and optimizer do not match the state, or None."""
-        if self._parts.updater.num_begun != self._num_updates:
-            return "the error came in the midst of an update"
-        return self._parts.callbacks.meddled
 
     def _steps(self) -> str:
         """Train all remaining steps, or until a stop; return "completed" or "preempted".
@@ -105,8 +102,15 @@ class Trainer:
         late = False
         while True:
             if unread is None:  # the one decision on what follows a step
-                if not self._finish_step():  # rolled back
-                    fetched = agreement = None
+                if self._advanced:
+                    self._advanced = False
+                    evaluates = self._between.evaluates_after(self.state.step)
+                    last = self.state.step == self._num_steps
+                    if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):  # rolled back
+                        fetched = agreement = None
+                    elif evaluates:
+                        self._runner.draws_may_follow()
+                        self._between.evaluate(self.state)
                 if self.state.step >= self._num_steps:
                     return "completed"
                 self._clock.begin(self.state.step + 1)
@@ -142,11 +146,24 @@ class Trainer:
                     with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
                         self._buffers.restore()  # to the values of the last good step
                     raise
-                fetched, agreement = computed.following, self._agreed_with(computed)
+                fetched, agreement = computed.following, None
+                if fetched is not None and computed.sums.rows is not None:
+                    agreement = from_rows(computed.sums.rows)
+                    self._records.write(agreement)
+                    parts.callbacks.unagreed |= bool(agreement.asked)  # the next agreement repeats the request
+                    is_long = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
+                    agreement = None if is_long else agreement
                 if not self._apply(computed):
                     fetched = agreement = None  # the next step is not the step that was read
                 continue
-            flight = self._launch(fetched, unread)
+            try:
+                flight = self._late.launch(self.state, fetched, unread, self._report)
+            except Exception:
+                with contextlib.suppress(Exception):  # the first error is the reason to end
+                    self._buffers.restore()
+                    if unread is not None and isinstance(self._take(unread, followed=True), Flags):
+                        parts.updater.num_begun -= 1  # it was masked: its update changed nothing
+                raise
             after = self._read_late(unread, flight) if unread is not None else None
             if after is None and self._late.must_read(flight):
                 after = self._read_late(flight, None) or (flight.step.following, None)
@@ -157,30 +174,6 @@ class Trainer:
             # A rank that could not read the next step has failed in this step, and computes nothing of the next.
             fetched = flight.step.following or FetchedStep(flight.fetched.step + 1)
             self._clock.begin(fetched.step + 1)
-
-    def _finish_step(self) -> bool:
-        """Compare replicas and evaluate after a step, where that is due; return False after a rollback."""
-        if not self._advanced:
-            return True
-        self._advanced = False
-        evaluates, last = self._between.evaluates_after(self.state.step), self.state.step == self._num_steps
-        if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):
-            return False
-        if evaluates:
-            self._runner.draws_may_follow()
-            self._between.evaluate(self.state)
-        return True
-
-    def _launch(self, fetched: FetchedStep, unread: StepInFlight | None) -> StepInFlight:
-        """Queue a step that is read late, after a step that may be unread. Collective: all ranks."""
-        try:
-            return self._late.launch(self.state, fetched, unread, self._report)
-        except Exception:
-            with contextlib.suppress(Exception):  # the first error is the reason to end
-                self._buffers.restore()
-                if unread is not None and isinstance(self._take(unread, followed=True), Flags):
-                    self._parts.updater.num_begun -= 1  # it was masked: its update changed nothing
-            raise
 
     def _read_late(
         self, flight: StepInFlight, followed: StepInFlight | None
@@ -226,15 +219,6 @@ class Trainer:
         request_bits = self._parts.callbacks.request_bits | (NOTICED if self._parts.loader.incidents else 0)
         return Report(has_data, error, stop, due, request_bits, self._measures)
 
-    def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
-        """Return the agreement on the next step, if it came with the sums of this step."""
-        if computed.following is None or computed.sums.rows is None:
-            return None
-        agreement = from_rows(computed.sums.rows)
-        self._records.write(agreement)
-        self._parts.callbacks.unagreed |= bool(agreement.asked)  # the next agreement repeats the request
-        return None if agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS else agreement
-
     def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
         """Return the agreement before a step, from the last step's sums or from a separate exchange."""
         several = self._mesh.world_size > 1
@@ -243,27 +227,17 @@ class Trainer:
         while agreement is None or self._parts.callbacks.unagreed:
             self._parts.callbacks.unagreed = False
             agreement = agree(self._mesh, self._report(fetched, self.state.step))
-            if agreement.asked:
-                self._heed(agreement.asked)
+            if agreement.asked & NOTICED:
+                self._incidents.settle(self.state)
+            if agreement.asked & ~NOTICED:  # requests of any rank's callbacks
+                self._between.serve(self.state, agreement.asked, lambda: self._replicas_agree(saves=True))
+                self._clock.begin(self.state.step + 1)
             self._records.write(agreement)
         if agreement.any_error:
             raise_together(self._mesh, fetched.error)
         if several:
             self._clock.mark("other")
         return agreement
-
-    def _heed(self, request_bits: int) -> None:
-        """Serve the requests of any rank's callbacks before the next step.
-
-        Raises: as `settle`.
-        Collective: all ranks.
-        """
-        if request_bits & NOTICED:
-            self._incidents.settle(self.state)
-        if not request_bits & ~NOTICED:
-            return
-        self._between.serve(self.state, request_bits, lambda: self._replicas_agree(saves=True))
-        self._clock.begin(self.state.step + 1)
 
     def _apply(self, computed: ComputedStep) -> bool:
         """Update from the sums, which are the same on every rank; return False after a rollback."""

@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
 from shoal.data.source import MapSource, Opened, Source, collate_samples, digest_of_samples, raised
+from shoal.data.stream import refuse_other_samples
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
@@ -31,7 +32,6 @@ from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.look import differ, distance, find_state
 from shoal.training.microbatch.loss import Evaluate, LossPair
-from shoal.training.microbatch.streams import refuse_other_samples
 
 T = TypeVar("T")
 # Messages of torch's autograd about a derivative under no_grad.
@@ -110,39 +110,42 @@ class Evaluator:
 
         Streams are skipped. Raises: as `evaluate`; JobError for state that changes a metric. Collective: all ranks.
         """
-        if isinstance(self.source, MapSource):
-            several = self._mesh.world_size > 1
-            refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
-            with NoTrace(model, {**self._metrics, self._name: self.source.data}) as no_trace, refused:
-                collectively(self._mesh, self._divided, lambda: self._rehearsed(model, no_trace))
-
-    def _rehearsed(self, model: nn.Module, no_trace: NoTrace) -> None:
-        first = self.first_sums(model)
-        together = (lambda value: any(self._mesh.gather_json(value))) if self._divided else bool
-        written = no_trace.changed_buffers()
-        if together(bool(written)):
-            again = self.first_sums(model)
-            no_trace.restore()
-            noise = distance(self.first_sums(model), first)  # of kernels that add in another order each time
-            if together(differ(again, first, 4 * noise)):
-                raise JobError(
-                    given=f"a metric that depends on buffer {min(written, default='of another rank')}, which the model "
-                    "writes while it is evaluated",
-                    conflict="each rank evaluates other samples, so that the metric depends on the number of devices",
-                    remedy="write the buffer in training alone: if self.training: ...",
-                )
-        # A data set that keeps samples would only be read again and again.
-        if not together(any(not change.name.startswith(f"{self._name}.") for change in no_trace.changes())):
+        if not isinstance(self.source, MapSource):
             return
-        find_state(
-            no_trace,
-            lambda: self.first_sums(model, 1),
-            lambda: self.first_sums(model),
-            first,
-            self._job.allow_state,
-            together=together,
-            divided=self._divided,
-        )
+        mesh = self._mesh
+        together = (lambda value: any(mesh.gather_json(value))) if self._divided else bool
+        several = mesh.world_size > 1
+        refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
+        with NoTrace(model, {**self._metrics, self._name: self.source.data}) as no_trace, refused:
+
+            def rehearsed() -> None:
+                first = self.first_sums(model)
+                written = no_trace.changed_buffers()
+                if together(bool(written)):
+                    again = self.first_sums(model)
+                    no_trace.restore()
+                    noise = distance(self.first_sums(model), first)  # of kernels that add in another order each time
+                    if together(differ(again, first, 4 * noise)):
+                        raise JobError(
+                            given=f"a metric that depends on buffer {min(written, default='of another rank')}, which "
+                            "the model writes while it is evaluated",
+                            conflict="each rank evaluates other samples, so that the metric depends on the number of "
+                            "devices",
+                            remedy="write the buffer in training alone: if self.training: ...",
+                        )
+                # A data set that keeps samples would only be read again and again.
+                if together(any(not change.name.startswith(f"{self._name}.") for change in no_trace.changes())):
+                    find_state(
+                        no_trace,
+                        lambda: self.first_sums(model, 1),
+                        lambda: self.first_sums(model),
+                        first,
+                        self._job.allow_state,
+                        together=together,
+                        divided=self._divided,
+                    )
+
+            collectively(mesh, self._divided, rehearsed)
 
     def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
         """Return all metrics' totals and weights over the chunk of this rank with this index; empty for a stream."""
@@ -152,14 +155,7 @@ class Evaluator:
         return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
 
     def _computed(self, model: nn.Module, chunks: slice = slice(None)) -> dict[str, Any]:
-        training = model.training
-        model.eval()
-        try:
-            return self._local_sums(model, chunks)
-        finally:
-            model.train(training)
-
-    def _local_sums(self, model: nn.Module, chunks: slice) -> dict[str, Any]:
+        """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError."""
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
@@ -167,6 +163,15 @@ class Evaluator:
         meets = self._syncs_every_microbatch and self._evaluate is None
         calls: list[bool] = []
         handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
+
+        def pair_of(name: str, function: Any, copies: bool, batch: Any) -> tuple[Any, Any]:
+            pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
+            batch = copy_of(batch) if copies else batch
+            with self._precision.products():
+                return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
+
+        training = model.training
+        model.eval()
         try:
             for size, batch in itertools.islice(self._batches(place), chunks.start, chunks.stop):
                 counted = self._mesh.counts_loss and size > 0
@@ -176,18 +181,19 @@ class Evaluator:
                     calls.clear()
                     # Other functions, and a second attempt of this function, need the batch as it was read.
                     copies = number < len(self._metrics) or name not in self._differentiates
-                    call = functools.partial(self._pair, name, function, model, copies=copies)
+                    call = functools.partial(pair_of, name, function, copies)
                     total, weight = self._called(name, model, functools.partial(call, batch))
                     # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
                     # the same on all such ranks.
-                    for other in self._fillers() if meets and not calls else ():
-                        self._called(name, model, functools.partial(call, other))
+                    for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
+                        self._called(name, model, functools.partial(call, self._precision.inputs(other)))
                         if calls:
                             break
                     if counted:
                         sums[name][0].append(float(total))
                         sums[name][1].append(float(weight))
         finally:
+            model.train(training)
             if handle is not None:
                 handle.remove()
         self._heartbeat.enter("exposed_communication")  # the next exchange waits for the other ranks
@@ -201,11 +207,6 @@ class Evaluator:
             seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
             yield size, batch
 
-    def _fillers(self) -> Iterator[Any]:
-        """Yield the batches of all chunks, on the device, in the same order on all ranks."""
-        for _, _, batch in self._chunks(DataRank(0, 1)):
-            yield self._precision.inputs(batch)
-
     def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
         """Call `take` with the number of samples and the `function`'s output for each of this rank's chunks, in order.
 
@@ -218,7 +219,12 @@ class Evaluator:
 
                 def predicted(batch: Any = batch) -> Any:
                     with self._precision.products(), self._precision.autocast():
-                        return _predicted(function, model, batch)
+                        try:
+                            return function(model, batch)
+                        except ShoalError:
+                            raise
+                        except Exception as error:
+                            raise user_error("predict", error, batch) from error
 
                 take(size, self._called("predict", model, predicted))
         finally:
@@ -252,12 +258,6 @@ class Evaluator:
             result = tree_map_only(Tensor, Tensor.detach, call())
         self._differentiates[name] = True
         return result
-
-    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any, *, copies: bool = False) -> tuple[Any, Any]:
-        pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
-        batch = copy_of(batch) if copies else batch
-        with self._precision.products():
-            return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
     def _read(self, stream: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield the chunks of a stream. Seed the generators for each chunk, so that all ranks read the same samples."""
@@ -333,15 +333,6 @@ class EvaluationSets:
     def first_sums(self, model: nn.Module) -> tuple[float, ...]:
         """Return the first sums of all sets, as `Evaluator.first_sums` does."""
         return tuple(number for evaluator in self._by_name.values() for number in evaluator.first_sums(model))
-
-
-def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
-    try:
-        return function(model, batch)
-    except ShoalError:
-        raise
-    except Exception as error:
-        raise user_error("predict", error, batch) from error
 
 
 @contextlib.contextmanager

@@ -55,164 +55,15 @@ Sums = tuple[float, float]
 _Left = tuple[Sums, dict[str, Tensor]]
 
 
-class Look:
-    """Look at one microbatch by a rank's `LossComputer`.
+class LookSums:
+    """Sums of a rank's `LossComputer` over microbatches, computed within a look."""
 
-    `together`: logical or of a bool over all ranks that compute the model together.
-    """
-
-    def __init__(self, computer: LossComputer, together: Callable[[bool], bool] = bool) -> None:
-        self._computer, self._together = computer, together
+    def __init__(self, computer: LossComputer) -> None:
+        self._computer = computer
         self._differentiates = not computer.divided and not computer.compiles
 
-    _seen: tuple[Microbatch, Sums] | None = None  # of the first grain, unaffected by other forwards
-
-    def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
-        """Compute the first microbatch fused and grain by grain, and return the policy that it needs.
-
-        The look uses float32 in any run: bfloat16 is too coarse to distinguish a sum over grains from another loss.
-        `grains`: the step's first grains, identical on all ranks if possible.
-        Raises: errors of the model; JobError for state that would differ between layouts.
-        """
-        computer, precision = self._computer, self._computer.precision
-        with self._watching() as no_trace:
-            result: ProbeResult | None = None
-            if precision.is_wide:
-                result = self._policy(microbatch, buffers, no_trace, precision)
-            elif not computer.cut:
-                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
-                with (
-                    contextlib.suppress(ShoalError),
-                    widened(computer.model, torch.float32),
-                    self._computer.no_trace() as wide,
-                ):
-                    seen = self._policy(microbatch, buffers, wide, precision.wide())
-                    wide.restore()
-                    self._refuse_unrestored(wide)  # otherwise the look below reports it
-                    result = seen
-                no_trace.restore()
-            if result is None:
-                result = self._policy(microbatch, buffers, no_trace, precision)
-                result = replace(result, computation=replace(result.computation, fuse=False))
-            known = no_trace.names()
-            for pattern in self._computer.job.allow_state:
-                if not self._together(any(_allows([pattern], name) for name in known)):
-                    raise JobError(
-                        given=f"Job(allow_state=({pattern!r},))",
-                        conflict="no attribute of a module and no variable of the loss has that name",
-                        remedy="write the module's name and the attribute's, such as 'encoder.calls'",
-                    )
-            allowed = self._state(grains, no_trace, gradients=not (computer.divided or computer.compiles))
-            computation = replace(result.computation, kept_state=allowed)
-            return replace(result, computation=computation, seen=self._loss_of_grain())
-
-    def _loss_of_grain(self) -> GrainLoss | None:
-        """Return a grain's loss to compare with other ranks; None if the model is divided or draws in other ways."""
-        seen, self._seen = self._seen, None
-        if seen is None or self._computer.divided:
-            return None
-        part, (total, weight) = seen
-        tensors = [leaf for leaf in tree_leaves(part.batch) if isinstance(leaf, Tensor) and is_strided(leaf)]
-        return GrainLoss(part.grains[0].index, bits_checksum(tensors), total, weight)
-
-    def state(self, grains: Microbatch) -> None:
-        """Search for state again. Raises: as `policy`."""
-        with self._watching() as no_trace:
-            self._state(grains, no_trace)
-
-    def buffers(self, grains: Microbatch, names: Sequence[str], *, widens: bool = True) -> BufferLook:
-        """Return the rules that explain how forwards of these grains change buffers, from several starting values.
-
-        `widens`: compute in float64 or float32 if the model supports it, instead of the run's own precision, which some
-        buffers need. Raises: errors of the model.
-        """
-        computer, device = self._computer, self._computer.precision.device
-        ways = (
-            []
-            if computer.divided or not widens
-            else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
-        )
-        ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
-        with self._watching() as no_trace, self._without_gradients():
-            for precision, rounding in ways:
-                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
-                with (
-                    contextlib.suppress(Exception),
-                    widened(computer.model, precision.parameters),
-                    computer.no_trace() as wide,
-                ):
-                    return self._buffers(grains, names, wide, precision, rounding)
-                no_trace.restore()
-            return self._buffers(grains, names, no_trace, computer.precision, COARSE)
-
-    def _buffers(
-        self, grains: Microbatch, names: Sequence[str], no_trace: NoTrace, precision: Precision, rounding: Rounding
-    ) -> BufferLook:
-        step_buffers, count = StepBuffers(self._computer.model), len(grains.grains)
-        step_buffers.watch(names)
-
-        def left(first: int, last: int, start: Mapping[str, Tensor]) -> _Left:
-            part = grains.read(grains.grains[first:last], grains.ids[first:last])
-            no_trace.restore()
-            step_buffers.put(start)
-            if self._computer.computation.randomness == "opaque":
-                return self._computed_opaquely(part, precision), step_buffers.values()
-            return self._computed(part, no_trace, precision)[0], step_buffers.values()
-
-        start = step_buffers.values()
-        apart = [left(place, place + 1, start) for place in range(count)]
-        # With fewer grains another grain is the last. The next start is the buffers after all grains. Buffers that no
-        # grain has changed get other values there, such as an average that starts as a copy of its weight.
-        seen = [(start, left(0, number, start), apart[:number]) for number in range(count, 1, -1)]
-        start = {n: _shifted(t) if n in names and torch.equal(t, start[n]) else t for n, t in seen[0][1][1].items()}
-        again = [left(place, place + 1, start) for place in range(count)]
-        fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
-        seen.append((start, left(0, count, start), again))
-        # Further starts have counts as after more steps: a count may have a bound, or start again.
-        before, after = seen[0][0], seen[0][1][1]
-        counts = {n: after[n] - before[n] for n in names if n in before and _counts(before[n], after[n])}
-        for jump in _JUMPS if counts and not self._computer.divided else ():
-            start = {n: t + jump * counts[n] if n in counts else t for n, t in after.items()}
-            with contextlib.suppress(Exception):  # the model may not support such a count
-                again = [left(place, place + 1, start) for place in range(count)]
-                seen.append((start, left(0, count, start), again))
-        sizes = [grain.size for grain in grains.grains]
-        rules: dict[str, tuple[str, ...]] = {}
-        ordered: list[str] = []
-
-        def largest(name: str) -> float:
-            home = self._computer.model.get_submodule(name.rpartition(".")[0])
-            beside = (*home.parameters(recurse=False), *home.buffers(recurse=False))
-            return max(
-                (
-                    float(t.detach().abs().max())
-                    for t in beside
-                    if t.is_floating_point() and t.numel() and not t.is_meta
-                ),
-                default=0.0,
-            )
-
-        for name in (name for name in names if name in start):
-            own = [
-                Observed(before[name], whole[1][name], [part[1][name] for part in parts], sizes[: len(parts)])
-                for before, whole, parts in seen
-            ]
-            if any(one.moves for one in own):
-                rules[name] = explaining(own, rounding, largest(name))
-                ordered += [name] if is_in_order(own[0]) else []
-        return BufferLook(rules, tuple(ordered), fuse is False, fuse is not None)
-
     @contextlib.contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Disable gradients within the context, so that several grains fit in memory. A loss may enable them again."""
-        differentiates, self._differentiates = self._differentiates, False
-        try:
-            yield
-        finally:
-            self._differentiates = differentiates
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[NoTrace]:
+    def watching(self) -> Iterator[NoTrace]:
         """Open a context without trace, warnings and TF32, CUDA's default in convolutions, which is too coarse here."""
         computer, began = self._computer, time.perf_counter()
         cuda = computer.precision.device.type == "cuda"
@@ -223,85 +74,20 @@ class Look:
                 warnings.simplefilter("ignore")
                 yield no_trace
                 no_trace.restore()
-                self._refuse_unrestored(no_trace)
+                refuse_unrestored(no_trace)
         finally:
             computer.look_seconds += time.perf_counter() - began
 
-    def _refuse_unrestored(self, no_trace: NoTrace) -> None:
-        """Refuse a forward that replaces, hooks, or writes a parameter past torch's operators. Raises: JobError."""
-        if no_trace.replaced:
-            raise replaced(min(no_trace.replaced))
-        if no_trace.hooked:
-            raise JobError(
-                given=f"a model or loss that registers a hook on parameter {min(no_trace.hooked)} while it computes",
-                conflict="each forward adds another hook, and each process computes as many forwards as it has "
-                "microbatches",
-                remedy="register the hook once, in model(): shoal calls it once a step with the mean gradient",
-            )
-        lost = no_trace.unrestored()
-        if lost:
-            raise JobError(
-                given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
-                conflict="shoal cannot put the parameter back after it has looked at the first batch",
-                remedy="write it with torch's operators under torch.no_grad(), or in a step of the optimizer",
-            )
+    @contextlib.contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Disable gradients within the context, so that several grains fit in memory. A loss may enable them again."""
+        differentiates, self._differentiates = self._differentiates, False
+        try:
+            yield
+        finally:
+            self._differentiates = differentiates
 
-    def _policy(
-        self, microbatch: Microbatch, buffers: StepBuffers, no_trace: NoTrace, precision: Precision
-    ) -> ProbeResult:
-        computation = self._computer.computation
-        fuse: bool | None = False
-        randomness, coupled = "opaque", ""
-        changed: set[str] = set()
-        with contextlib.suppress(NotFusibleError):
-            fused, calls, leaked = self._computed(microbatch, no_trace, precision)
-            changed |= set(no_trace.changed_buffers())
-            if precision == self._computer.precision:
-                written = no_trace.changed_parameters()
-                frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
-                changed |= {*written, *no_trace.written_parameters()} & frozen
-            split, parts = microbatch.split(), []
-            for part in split:
-                no_trace.restore()
-                parts.append(self._computed(part, no_trace, precision))
-                changed |= set(no_trace.changed_buffers())
-            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
-                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
-                self._seen = split[0], parts[0][0]
-                fuse = _is_sum(fused, [pair for pair, _, _ in parts])
-                if fuse is False and not self._computer.divided:
-                    fuse, coupled = self._looked_at_again(microbatch, split, no_trace)
-        # All buffers of opaque models: without a scope, torch's batch_norm writes buffers without a detectable change.
-        buffers.watch(None if randomness == "opaque" else changed)
-        computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
-        return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
-
-    def _looked_at_again(
-        self, microbatch: Microbatch, split: list[Microbatch], no_trace: NoTrace
-    ) -> tuple[bool | None, str]:
-        """Return whether grains may share a forward after all and, if not, where samples are mixed.
-
-        The look uses float64, where small differences of large terms show no rounding. It uses the run's own precision
-        if the model does not compute in float64.
-        """
-        computer = self._computer
-        double = Precision(torch.float64, torch.float64, torch.float64, computer.precision.device)
-        for precision in (double, computer.precision):
-            kind = precision.parameters
-            with contextlib.suppress(Exception), widened(computer.model, kind), self._computer.no_trace() as wide:
-
-                def loss(part: Microbatch, no_trace: NoTrace = wide, precision: Precision = precision) -> Sums:
-                    no_trace.restore()
-                    (total, weight), *_ = self._computed(part, no_trace, precision)
-                    return total, weight
-
-                fused, parts, coupled = compare(computer.model, loss, microbatch, split, kind.itemsize)
-                fuse = _is_sum(fused, parts)
-                return fuse, "" if fuse else coupled
-            no_trace.restore()
-        return False, ""
-
-    def _computed(
+    def scoped(
         self, microbatch: Microbatch, no_trace: NoTrace, precision: Precision, *, gradients: bool = False
     ) -> tuple[Any, int, bool]:
         """Return (total, weight), the number of draws by grain, and whether the model drew in other ways.
@@ -370,7 +156,215 @@ class Look:
             return nothing
         return tuple(number for gradient in gradients for number in _two_numbers(gradient))
 
-    # ------------------------------------------------------------------------------------------------------------ state
+    def opaque(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
+        """Return the sums with seeded generators instead of a scope, and the gradients' numbers with a `trace`."""
+        computer = self._computer
+        opaque = computer.in_precision(precision)
+        opaque.computation = replace(computer.computation, randomness="opaque")
+        with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
+            batch = precision.inputs(copy_of(part.batch))
+            total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
+            numbers = self._of_gradients(total, trace) if trace is not None else ()
+        return float(total), float(weight), *numbers
+
+
+class Look:
+    """Look at one microbatch by a rank's `LossComputer`.
+
+    `together`: logical or of a bool over all ranks that compute the model together.
+    """
+
+    def __init__(self, computer: LossComputer, together: Callable[[bool], bool] = bool) -> None:
+        self._computer, self._together, self._sums = computer, together, LookSums(computer)
+
+    _seen: tuple[Microbatch, Sums] | None = None  # of the first grain, unaffected by other forwards
+
+    def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
+        """Compute the first microbatch fused and grain by grain, and return the policy that it needs.
+
+        The look uses float32 in any run: bfloat16 is too coarse to distinguish a sum over grains from another loss.
+        `grains`: the step's first grains, identical on all ranks if possible.
+        Raises: errors of the model; JobError for state that would differ between layouts.
+        """
+        computer, precision = self._computer, self._computer.precision
+        with self._sums.watching() as no_trace:
+            result: ProbeResult | None = None
+            if precision.is_wide:
+                result = self._policy(microbatch, buffers, no_trace, precision)
+            elif not computer.cut:
+                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
+                with (
+                    contextlib.suppress(ShoalError),
+                    widened(computer.model, torch.float32),
+                    self._computer.no_trace() as wide,
+                ):
+                    seen = self._policy(microbatch, buffers, wide, precision.wide())
+                    wide.restore()
+                    refuse_unrestored(wide)  # otherwise the look below reports it
+                    result = seen
+                no_trace.restore()
+            if result is None:
+                result = self._policy(microbatch, buffers, no_trace, precision)
+                result = replace(result, computation=replace(result.computation, fuse=False))
+            known = no_trace.names()
+            for pattern in self._computer.job.allow_state:
+                if not self._together(any(_allows([pattern], name) for name in known)):
+                    raise JobError(
+                        given=f"Job(allow_state=({pattern!r},))",
+                        conflict="no attribute of a module and no variable of the loss has that name",
+                        remedy="write the module's name and the attribute's, such as 'encoder.calls'",
+                    )
+            allowed = self._state(grains, no_trace, gradients=not (computer.divided or computer.compiles))
+            computation = replace(result.computation, kept_state=allowed)
+            # A grain's loss to compare with other ranks; None if the model is divided or draws in other ways.
+            first_grain, self._seen, grain_loss = self._seen, None, None
+            if first_grain is not None and not computer.divided:
+                part, (total, weight) = first_grain
+                tensors = [leaf for leaf in tree_leaves(part.batch) if isinstance(leaf, Tensor) and is_strided(leaf)]
+                grain_loss = GrainLoss(part.grains[0].index, bits_checksum(tensors), total, weight)
+            return replace(result, computation=computation, seen=grain_loss)
+
+    def state(self, grains: Microbatch) -> None:
+        """Search for state again. Raises: as `policy`."""
+        with self._sums.watching() as no_trace:
+            self._state(grains, no_trace)
+
+    def buffers(self, grains: Microbatch, names: Sequence[str], *, widens: bool = True) -> BufferLook:
+        """Return the rules that explain how forwards of these grains change buffers, from several starting values.
+
+        `widens`: compute in float64 or float32 if the model supports it, instead of the run's own precision, which some
+        buffers need. Raises: errors of the model.
+        """
+        computer, device = self._computer, self._computer.precision.device
+        ways = (
+            []
+            if computer.divided or not widens
+            else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
+        )
+        ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
+        with self._sums.watching() as no_trace, self._sums.without_gradients():
+            for precision, rounding in ways:
+                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
+                with (
+                    contextlib.suppress(Exception),
+                    widened(computer.model, precision.parameters),
+                    computer.no_trace() as wide,
+                ):
+                    return self._buffers(grains, names, wide, precision, rounding)
+                no_trace.restore()
+            return self._buffers(grains, names, no_trace, computer.precision, COARSE)
+
+    def _buffers(
+        self, grains: Microbatch, names: Sequence[str], no_trace: NoTrace, precision: Precision, rounding: Rounding
+    ) -> BufferLook:
+        step_buffers, count = StepBuffers(self._computer.model), len(grains.grains)
+        step_buffers.watch(names)
+
+        def left(first: int, last: int, start: Mapping[str, Tensor]) -> _Left:
+            part = grains.read(grains.grains[first:last], grains.ids[first:last])
+            no_trace.restore()
+            step_buffers.put(start)
+            if self._computer.computation.randomness == "opaque":
+                return self._sums.opaque(part, precision), step_buffers.values()
+            return self._sums.scoped(part, no_trace, precision)[0], step_buffers.values()
+
+        start = step_buffers.values()
+        apart = [left(place, place + 1, start) for place in range(count)]
+        # With fewer grains another grain is the last. The next start is the buffers after all grains. Buffers that no
+        # grain has changed get other values there, such as an average that starts as a copy of its weight.
+        seen = [(start, left(0, number, start), apart[:number]) for number in range(count, 1, -1)]
+        start = {n: _shifted(t) if n in names and torch.equal(t, start[n]) else t for n, t in seen[0][1][1].items()}
+        again = [left(place, place + 1, start) for place in range(count)]
+        fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
+        seen.append((start, left(0, count, start), again))
+        # Further starts have counts as after more steps: a count may have a bound, or start again.
+        before, after = seen[0][0], seen[0][1][1]
+        counts = {n: after[n] - before[n] for n in names if n in before and _counts(before[n], after[n])}
+        for jump in _JUMPS if counts and not self._computer.divided else ():
+            start = {n: t + jump * counts[n] if n in counts else t for n, t in after.items()}
+            with contextlib.suppress(Exception):  # the model may not support such a count
+                again = [left(place, place + 1, start) for place in range(count)]
+                seen.append((start, left(0, count, start), again))
+        sizes = [grain.size for grain in grains.grains]
+        rules: dict[str, tuple[str, ...]] = {}
+        ordered: list[str] = []
+
+        def largest(name: str) -> float:
+            home = self._computer.model.get_submodule(name.rpartition(".")[0])
+            beside = (*home.parameters(recurse=False), *home.buffers(recurse=False))
+            return max(
+                (
+                    float(t.detach().abs().max())
+                    for t in beside
+                    if t.is_floating_point() and t.numel() and not t.is_meta
+                ),
+                default=0.0,
+            )
+
+        for name in (name for name in names if name in start):
+            own = [
+                Observed(before[name], whole[1][name], [part[1][name] for part in parts], sizes[: len(parts)])
+                for before, whole, parts in seen
+            ]
+            if any(one.moves for one in own):
+                rules[name] = explaining(own, rounding, largest(name))
+                ordered += [name] if is_in_order(own[0]) else []
+        return BufferLook(rules, tuple(ordered), fuse is False, fuse is not None)
+
+    def _policy(
+        self, microbatch: Microbatch, buffers: StepBuffers, no_trace: NoTrace, precision: Precision
+    ) -> ProbeResult:
+        computation = self._computer.computation
+        fuse: bool | None = False
+        randomness, coupled = "opaque", ""
+        changed: set[str] = set()
+        with contextlib.suppress(NotFusibleError):
+            fused, calls, leaked = self._sums.scoped(microbatch, no_trace, precision)
+            changed |= set(no_trace.changed_buffers())
+            if precision == self._computer.precision:
+                written = no_trace.changed_parameters()
+                frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
+                changed |= {*written, *no_trace.written_parameters()} & frozen
+            split, parts = microbatch.split(), []
+            for part in split:
+                no_trace.restore()
+                parts.append(self._sums.scoped(part, no_trace, precision))
+                changed |= set(no_trace.changed_buffers())
+            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
+                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
+                self._seen = split[0], parts[0][0]
+                fuse = _is_sum(fused, [pair for pair, _, _ in parts])
+                if fuse is False and not self._computer.divided:
+                    fuse, coupled = self._looked_at_again(microbatch, split, no_trace)
+        # All buffers of opaque models: without a scope, torch's batch_norm writes buffers without a detectable change.
+        buffers.watch(None if randomness == "opaque" else changed)
+        computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
+        return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
+
+    def _looked_at_again(
+        self, microbatch: Microbatch, split: list[Microbatch], no_trace: NoTrace
+    ) -> tuple[bool | None, str]:
+        """Return whether grains may share a forward after all and, if not, where samples are mixed.
+
+        The look uses float64, where small differences of large terms show no rounding. It uses the run's own precision
+        if the model does not compute in float64.
+        """
+        computer = self._computer
+        double = Precision(torch.float64, torch.float64, torch.float64, computer.precision.device)
+        for precision in (double, computer.precision):
+            kind = precision.parameters
+            with contextlib.suppress(Exception), widened(computer.model, kind), self._computer.no_trace() as wide:
+
+                def loss(part: Microbatch, no_trace: NoTrace = wide, precision: Precision = precision) -> Sums:
+                    no_trace.restore()
+                    (total, weight), *_ = self._sums.scoped(part, no_trace, precision)
+                    return total, weight
+
+                fused, parts, coupled = compare(computer.model, loss, microbatch, split, kind.itemsize)
+                fuse = _is_sum(fused, parts)
+                return fuse, "" if fuse else coupled
+            no_trace.restore()
+        return False, ""
 
     def _state(self, grains: Microbatch, no_trace: NoTrace, *, gradients: bool = False) -> tuple[str, ...]:
         """Search for state that changes a result. Return the names of existing state that Job(allow_state=...) allows.
@@ -384,9 +378,9 @@ class Look:
 
         def run(part: Microbatch) -> Any:
             try:
-                return self._computed(part, no_trace, precision, gradients=gradients)[0]
+                return self._sums.scoped(part, no_trace, precision, gradients=gradients)[0]
             except NotFusibleError:  # no scope: the generators start from the same state each time
-                return self._computed_opaquely(part, precision, no_trace if gradients else None)
+                return self._sums.opaque(part, precision, no_trace if gradients else None)
 
         first = run(one)
         self._seen = (one, first[:2]) if self._seen is not None else None
@@ -404,9 +398,9 @@ class Look:
         if writes:
             no_trace.restore()
             run(other)
-            self._refuse_written(written, no_trace.changed_parameters(), trained)
+            _refuse_written(computer.model, written, no_trace.changed_parameters(), trained, exact=computer.exact)
             run(one)  # a second forward from there must change nothing more
-            self._refuse_written(written, no_trace.changed_parameters(), trained)
+            _refuse_written(computer.model, written, no_trace.changed_parameters(), trained, exact=computer.exact)
         if self._together(bool(written_names and computer.divided)):
             raise JobError(
                 given=f"a forward that writes parameter {_own_first(written_names)}, with a layout that "
@@ -439,77 +433,78 @@ class Look:
             divided=computer.divided,
         )
         if leaves_state:
-            self._refuse_read(no_trace, lambda: run(one), allowed)
-            self._refuse_evaluated(no_trace, lambda: run(one), lambda: run(other))
+            # Refuse an optimizer that reads state of a forward.
+            no_trace.restore()
+            run(one)
+            names = {change.name for change in no_trace.changes()} - set(allowed)
+            if self._together(bool(names)):
+                no_trace.keep_state()
+                shapes = {name: tuple(p.shape) for name, p in computer.model.named_parameters()}
+                trial = OptimizerTrial(
+                    computer.job.optimizer, computer.model.named_parameters(), shapes, precision.device
+                )
+                refuse_read(trial, no_trace, self._together, names)
+            if computer.evaluation is not None:  # refuse state that a forward leaves and an evaluation reads
+                no_trace.restore()
+                first = computer.evaluation()
+                no_trace.restore()
+                run(one)
+                find_state(
+                    no_trace,
+                    lambda: run(other),
+                    computer.evaluation,
+                    first,
+                    computer.job.allow_state,
+                    together=self._together,
+                    divided=computer.divided,
+                    evaluates=True,
+                )
         return allowed
 
-    def _refuse_evaluated(self, no_trace: NoTrace, one: Callable[[], Any], other: Callable[[], Any]) -> None:
-        """Refuse state that a forward leaves and an evaluation reads. Raises: JobError."""
-        computer = self._computer
-        if computer.evaluation is not None:
-            no_trace.restore()
-            first = computer.evaluation()
-            no_trace.restore()
-            one()
-            find_state(
-                no_trace,
-                other,
-                computer.evaluation,
-                first,
-                computer.job.allow_state,
-                together=self._together,
-                divided=computer.divided,
-                evaluates=True,
+
+def refuse_unrestored(no_trace: NoTrace) -> None:
+    """Refuse a forward that replaces, hooks, or writes a parameter past torch's operators. Raises: JobError."""
+    if no_trace.replaced:
+        raise replaced(min(no_trace.replaced))
+    if no_trace.hooked:
+        raise JobError(
+            given=f"a model or loss that registers a hook on parameter {min(no_trace.hooked)} while it computes",
+            conflict="each forward adds another hook, and each process computes as many forwards as it has "
+            "microbatches",
+            remedy="register the hook once, in model(): shoal calls it once a step with the mean gradient",
+        )
+    lost = no_trace.unrestored()
+    if lost:
+        raise JobError(
+            given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
+            conflict="shoal cannot put the parameter back after it has looked at the first batch",
+            remedy="write it with torch's operators under torch.no_grad(), or in a step of the optimizer",
+        )
+
+
+def _refuse_written(
+    model: nn.Module, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str], *, exact: bool
+) -> None:
+    """Refuse trainable parameters if forwards of other samples write other values there. Raises: JobError."""
+    for name in sorted((first.keys() | second.keys()) & trained):
+        one, other = first.get(name), second.get(name)
+        agree = one is not None and other is not None
+        if one is not None and other is not None:  # equal bit for bit in exact mode, otherwise within rounding
+            agree = same_bits(one, other) if exact else torch.allclose(one, other, rtol=1e-5, equal_nan=True)
+        if not agree:
+            module = name.rpartition(".")[0] or "the model"
+            renormalises = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            raise JobError(
+                given=f"a forward that writes the trainable parameter {name}"
+                + (f": {module} has max_norm" if renormalises else ""),
+                conflict="what it writes depends on the samples of the grain, or on how many forwards a step has: "
+                "ranks would train different values",
+                remedy="renormalise the rows that the forward has looked up instead, such as "
+                "torch.renorm(embedding(x), 2, -1, max_norm)"
+                if renormalises
+                else "write the parameter in the optimizer's step (a subclass, or register_step_post_hook), where "
+                "its value is the same on every rank",
             )
-
-    def _refuse_read(self, no_trace: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
-        """Refuse an optimizer that reads state of a forward. Raises: JobError."""
-        computer = self._computer
-        no_trace.restore()
-        one()
-        names = {change.name for change in no_trace.changes()} - set(allowed)
-        if self._together(bool(names)):
-            no_trace.keep_state()
-            shapes = {name: tuple(p.shape) for name, p in computer.model.named_parameters()}
-            trial = OptimizerTrial(
-                computer.job.optimizer, computer.model.named_parameters(), shapes, computer.precision.device
-            )
-            refuse_read(trial, no_trace, self._together, names)
-
-    def _computed_opaquely(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
-        computer = self._computer
-        opaque = computer.in_precision(precision)
-        opaque.computation = replace(computer.computation, randomness="opaque")
-        with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
-            batch = precision.inputs(copy_of(part.batch))
-            total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
-            numbers = self._of_gradients(total, trace) if trace is not None else ()
-        return float(total), float(weight), *numbers
-
-    def _agree(self, one: Tensor, other: Tensor) -> bool:
-        """Check whether two written values are equal: bit for bit in exact mode, otherwise within rounding."""
-        if self._computer.exact:
-            return same_bits(one, other)
-        return torch.allclose(one, other, rtol=1e-5, equal_nan=True)
-
-    def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
-        """Refuse trainable parameters if forwards of other samples write other values there. Raises: JobError."""
-        for name in sorted((first.keys() | second.keys()) & trained):
-            one, other = first.get(name), second.get(name)
-            if one is None or other is None or not self._agree(one, other):
-                module = name.rpartition(".")[0] or "the model"
-                renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                raise JobError(
-                    given=f"a forward that writes the trainable parameter {name}"
-                    + (f": {module} has max_norm" if renormalises else ""),
-                    conflict="what it writes depends on the samples of the grain, or on how many forwards a step has: "
-                    "ranks would train different values",
-                    remedy="renormalise the rows that the forward has looked up instead, such as "
-                    "torch.renorm(embedding(x), 2, -1, max_norm)"
-                    if renormalises
-                    else "write the parameter in the optimizer's step (a subclass, or register_step_post_hook), where "
-                    "its value is the same on every rank",
-                )
 
 
 def find_state(

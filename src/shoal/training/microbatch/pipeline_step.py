@@ -15,53 +15,59 @@ from shoal.plans.schedule import Action
 from shoal.training.microbatch.compute import ForwardBackward, labelled
 
 
-class StageStep:
-    """The passes of a rank's pipeline stages over its microbatches.
+def run_stages(
+    pipeline: Pipeline, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int
+) -> None:
+    """Compute all microbatches in this rank's stages, and add their gradients and sums.
 
-    The first `own` microbatches count. The others keep the rank in step with ranks that have more.
+    `batches`: of the microbatches, on the device. The first `own` microbatches count. The others keep the rank in step
+    with ranks that have more.
+    Raises: an error of this rank, after its part for the other ranks; RedoError.
+    Collective: the pipeline's ranks, with the same data.
     """
-
-    def __init__(self, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int) -> None:
-        """Store the microbatches and their `batches`, which are on the device."""
-        assert isinstance(passes.parts.strategy, AccumulatingStrategy), "exact mode has no stages"
-        self._passes, self._parts, self._strategy = passes, passes.parts, passes.parts.strategy
-        self._microbatches, self._batches, self._own = microbatches, batches, own
-        self._done = [0] * len(microbatches)
-
-    def run(self, pipeline: Pipeline) -> None:
-        """Compute all microbatches, and add their gradients and sums.
-
-        Raises: an error of this rank, after its part for the other ranks; RedoError.
-        Collective: the pipeline's ranks.
-        """
-        computer = self._parts.computer
-        if computer.computation.randomness == "opaque":
-            raise JobError(
-                given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
-                conflict="a stage does not compute the modules before it, and cannot tell what they would have drawn",
-                remedy="draw with torch's functions on tensors whose first dim is the samples, or use "
-                "layout.pipeline = 1",
-            )
-        work = Work(
-            computer.pair,
-            self._batches,
-            lambda number: computer.scope_of_stage(self._microbatches[number]),
-            self._begins,
-            self._forwarded,
-            before_backward=lambda number, last: self._strategy.arm() if last else None,
-            backwarded=lambda number, last: self._refuse_written(),
-            around=self._labelled,
+    parts, computer, buffers, strategy = (
+        passes.parts,
+        passes.parts.computer,
+        passes.parts.buffers,
+        passes.parts.strategy,
+    )
+    assert isinstance(strategy, AccumulatingStrategy), "exact mode has no stages"
+    num_forwards = [0] * len(microbatches)
+    if computer.computation.randomness == "opaque":
+        raise JobError(
+            given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
+            conflict="a stage does not compute the modules before it, and cannot tell what they would have drawn",
+            remedy="draw with torch's functions on tensors whose first dim is the samples, or use layout.pipeline = 1",
         )
-        pipeline.run(work)
-        self._parts.observer.computed()
 
-    def _labelled(self, action: Action) -> AbstractContextManager[None]:
+    def around(action: Action) -> AbstractContextManager[None]:
         what = f"{action.kind.value.replace('_', ' ')}, stage {action.stage}, microbatch {action.microbatch}, "
-        return labelled(self._parts.clock, self._microbatches[action.microbatch], what, stage=action.stage)
+        return labelled(parts.clock, microbatches[action.microbatch], what, stage=action.stage)
 
-    def _refuse_written(self) -> None:
-        """Raise JobError if the job's own recomputation has written a buffer in the backward."""
-        buffers = self._parts.buffers
+    def begins(number: int) -> None:
+        if number < own:
+            parts.observer.microbatch(microbatches[number], batches[number])
+
+    def forwarded(number: int, result: Any) -> Tensor | None:
+        microbatch = microbatches[number]
+        if number >= own:
+            buffers.restore(in_graph=True)
+            strategy.add(buffer_sums(buffers.zeros()))
+            return None if result is None or not result[0].requires_grad else result[0] * 0.0
+        computer.check_buffers(buffers)
+        written = passes.weighted_buffers(microbatch, again=num_forwards[number] > 0)
+        buffers.restore(in_graph=True)
+        num_forwards[number] += 1
+        if result is None:
+            parts.observer.forwarded()
+            strategy.add(buffer_sums(written))
+            return None
+        total, weight = result
+        sums, total = passes.terms(microbatch, total, weight, written)
+        strategy.add(sums)
+        return total if total.requires_grad else None
+
+    def backwarded(number: int, last: bool) -> None:
         written = sorted(buffers.written())
         buffers.restore()
         if written:
@@ -74,25 +80,15 @@ class StageStep:
                 "buffer once; or use layout.pipeline = 1",
             )
 
-    def _begins(self, number: int) -> None:
-        if number < self._own:
-            self._parts.observer.microbatch(self._microbatches[number], self._batches[number])
-
-    def _forwarded(self, number: int, result: Any) -> Tensor | None:
-        parts, buffers, microbatch = self._parts, self._parts.buffers, self._microbatches[number]
-        if number >= self._own:
-            buffers.restore(in_graph=True)
-            self._strategy.add(buffer_sums(buffers.zeros()))
-            return None if result is None or not result[0].requires_grad else result[0] * 0.0
-        parts.computer.check_buffers(buffers)
-        written = self._passes.weighted_buffers(microbatch, again=self._done[number] > 0)
-        buffers.restore(in_graph=True)
-        self._done[number] += 1
-        if result is None:
-            parts.observer.forwarded()
-            self._strategy.add(buffer_sums(written))
-            return None
-        total, weight = result
-        sums, total = self._passes.terms(microbatch, total, weight, written)
-        self._strategy.add(sums)
-        return total if total.requires_grad else None
+    work = Work(
+        computer.pair,
+        batches,
+        lambda number: computer.scope_of_stage(microbatches[number]),
+        begins,
+        forwarded,
+        before_backward=lambda number, last: strategy.arm() if last else None,
+        backwarded=backwarded,
+        around=around,
+    )
+    pipeline.run(work)
+    parts.observer.computed()

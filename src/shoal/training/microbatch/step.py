@@ -77,7 +77,11 @@ class StepRunner:
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
         if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
-            parts.sharded_model.model.register_forward_hook(self._note_output)
+
+            def note_output(model: nn.Module, args: Any, output: Any) -> None:
+                self._output = output
+
+            parts.sharded_model.model.register_forward_hook(note_output)
         self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
 
     def draws_may_follow(self) -> None:
@@ -106,8 +110,10 @@ class StepRunner:
         """
         fetched = self.probe.before_step(fetched)
         while True:
-            computed = self._compute(fetched, factor, row)
-            sums = computed.sums
+            # An error of this rank travels with the sums, so that ranks stay in step.
+            done = self._passes(fetched, factor)
+            sums = done.passes.finish(done.flags, row(done.following) if self._parts.mesh.world_size > 1 else [])
+            computed = ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
             if sums.flags.errors:
                 raise_together(self._parts.mesh, computed.error)
             if sums.is_constant and not sums.flags.redo:
@@ -144,15 +150,10 @@ class StepRunner:
         if failures.redo:
             self.probe.agree_on(step.proposal, number, in_step=True)
 
-    def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
-        """Compute gradients and sums of the step. An error here travels with the sums, so that ranks stay in step."""
-        done = self._passes(fetched, factor)
-        sums = done.passes.finish(done.flags, row(done.following) if self._parts.mesh.world_size > 1 else [])
-        return ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
-
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
-        parts = self._parts
-        together = self._with_gradient if parts.strategy.syncs_every_microbatch and parts.pipeline is None else None
+        parts, inputs = self._parts, self._parts.precision.inputs
+        meets = parts.strategy.syncs_every_microbatch
+        together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         passes.begin(fetched.step)
         if parts.observer_looks:
@@ -163,13 +164,35 @@ class StepRunner:
             if fetched.error is not None:
                 raise fetched.error
             if parts.pipeline is not None:
-                self._in_stages(passes, fetched, seen)
+                loaded = list(fetched.microbatches(inputs))
+                seen += [one.microbatch.without_batch() for one in loaded]
+                if meets:
+                    most, filler = self._loader.most_microbatches(fetched.step), self._loader.filler(fetched.step)
+                    fillers = most - len(loaded)
+                    loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * fillers
+                if loaded:
+                    from shoal.training.microbatch.pipeline_step import run_stages  # imports half a second of torch
+
+                    batches = [one.batch() for one in loaded]
+                    parts.clock.mark("forward")
+                    run_stages(parts.pipeline, passes, [one.microbatch for one in loaded], batches, own=len(seen))
             else:
-                self._in_turn(passes, fetched, seen)
+                own = fetched.data.num_microbatches if fetched.data is not None else 0
+                most = self._loader.most_microbatches(fetched.step) if meets else own
+                microbatches, is_read = fetched.microbatches(inputs), fetched.first is not None
+                for number in range(most):
+                    if number or not is_read:
+                        parts.clock.mark("data_wait")
+                    if number < own:
+                        current = next(microbatches)
+                        seen.append(current.microbatch.without_batch())
+                    else:
+                        filler = self._loader.filler(fetched.step)
+                        current = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
+                    self._output = None  # for example, from a look
+                    passes.compute(current, last=number == most - 1, counts=number < own)
         except RedoError as redo:
-            if (
-                parts.strategy.syncs_every_microbatch
-            ):  # the other ranks may be in a collective of this microbatch, and do not repeat it
+            if meets:  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(
                     given=f"a model of which the first batch did not show how it computes: {redo}",
                     conflict="ranks with sharded parameters cannot go back in the midst of a step",
@@ -179,88 +202,44 @@ class StepRunner:
             if self._draws is not None and self._draws.is_unclear:
                 self._draws = None  # each step gets its own watch from now on
         except Exception as caught:
-            # Other ranks wait in a collective of this microbatch, or for a stage that has not read its microbatches.
-            if self._ends_at_once(caught) or (fetched.error is None and parts.pipeline is not None and not seen):
+            # This rank cannot report its error if a peer is lost or waits within the same model: in a collective of
+            # this microbatch, or for a stage that has not read its microbatches.
+            is_lost, pipeline = is_lost_peer(caught), parts.pipeline
+            reports = pipeline is not None and pipeline.alone and not is_lost
+            ends_at_once = (is_lost and not isinstance(caught, ShoalError)) or (
+                parts.sharded_model.divided and not reports
+            )
+            if ends_at_once or (fetched.error is None and pipeline is not None and not seen):
                 raise as_shoal_error(caught) from caught
-            proposal, error = self._judged(caught)
+            try:
+                if is_out_of_memory(caught):
+                    proposal = self.probe.fewer_grains(caught)
+                else:
+                    error = as_shoal_error(caught)
+            except OutOfMemoryError as too_large:
+                error = too_large
         else:
             if self._loader.looks_ahead:  # while the device computes and the sums are on their way
                 following = self.fetch(fetched.step + 1)
         return StepPasses(passes, seen, following, proposal, error)
 
-    def _ends_at_once(self, error: Exception) -> bool:
-        """Return True if this rank cannot report its error: a peer is lost, or waits within the same model."""
-        if not isinstance(error, ShoalError) and is_lost_peer(error):
-            return True
-        pipeline = self._parts.pipeline
-        reports = pipeline is not None and pipeline.alone and not is_lost_peer(error)
-        return self._parts.sharded_model.divided and not reports
-
-    def _judged(self, error: Exception) -> tuple[MicrobatchPolicy | None, ShoalError | None]:
-        """Return the policy for a repetition after an out-of-memory error, or else the error that ends the run."""
-        try:
-            return (self.probe.fewer_grains(error), None) if is_out_of_memory(error) else (None, as_shoal_error(error))
-        except OutOfMemoryError as too_large:
-            return None, too_large
-
-    def _in_turn(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
-        parts, own = self._parts, fetched.data.num_microbatches if fetched.data is not None else 0
-        most = self._loader.most_microbatches(fetched.step) if parts.strategy.syncs_every_microbatch else own
-        inputs = parts.precision.inputs
-        microbatches = fetched.microbatches(inputs)
-        is_read = fetched.first is not None
-        for number in range(most):
-            if number or not is_read:
-                parts.clock.mark("data_wait")
-            last = number == most - 1
-            if number < own:
-                loaded = next(microbatches)
-                seen.append(loaded.microbatch.without_batch())
-            else:
-                filler = self._loader.filler(fetched.step)
-                loaded = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
-            self._output = None  # for example, from a look
-            passes.compute(loaded, last=last, counts=number < own)
-
-    def _in_stages(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
-        """Compute all microbatches in this rank's stages. Collective: the pipeline's ranks, with the same data."""
-        parts, inputs = self._parts, self._parts.precision.inputs
-        loaded = list(fetched.microbatches(inputs))
-        seen += [one.microbatch.without_batch() for one in loaded]
-        if parts.strategy.syncs_every_microbatch:
-            most, filler = self._loader.most_microbatches(fetched.step), self._loader.filler(fetched.step)
-            loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * (most - len(loaded))
-        if not loaded:
-            return
-        from shoal.training.microbatch.pipeline_step import StageStep  # imports half a second of torch
-
-        assert parts.pipeline is not None
-        batches = [one.batch() for one in loaded]
-        parts.clock.mark("forward")
-        StageStep(passes, [one.microbatch for one in loaded], batches, own=len(seen)).run(parts.pipeline)
-
     def _with_gradient(self, step: int, total: Tensor) -> Tensor:
-        """Return a total, or a zero with a gradient in its place, where the other ranks synchronize in the backward."""
-        differentiable = total if total.requires_grad else self._nothing(step)
-        self._output = None  # the graph is about to be freed
-        return differentiable
+        """Return a total, or a zero with a gradient in its place, where the other ranks synchronize in the backward.
 
-    def _nothing(self, step: int) -> Tensor:
-        """Return a zero with a backward through the model, where the other ranks synchronize.
-
-        It replaces a loss without a gradient. If the loss has not called the model, another microbatch's loss does; it
-        is the same microbatch on all such ranks.
+        The zero has a backward through the model. If the loss has not called the model, another microbatch's loss does;
+        it is the same microbatch on all such ranks.
         """
-        parts = self._parts
-        with generators_kept(), without_modes():
-            for filler in self._loader.fillers(step) if self._output is None else ():
-                with parts.computer.scope(filler):
-                    parts.computer.loss(parts.precision.inputs(filler.batch))
-                if self._output is not None:
-                    break
-        leaves = [leaf for leaf in tree_leaves(self._output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        nothing = torch.zeros((), device=parts.mesh.device)
-        return torch.stack([(leaf * 0.0).sum() for leaf in leaves]).sum() if leaves else nothing
-
-    def _note_output(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._output = output
+        if not total.requires_grad:
+            parts = self._parts
+            with generators_kept(), without_modes():
+                for filler in self._loader.fillers(step) if self._output is None else ():
+                    with parts.computer.scope(filler):
+                        parts.computer.loss(parts.precision.inputs(filler.batch))
+                    if self._output is not None:
+                        break
+            leaves = [leaf for leaf in tree_leaves(self._output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            total = torch.zeros((), device=parts.mesh.device)
+            if leaves:
+                total = torch.stack([(leaf * 0.0).sum() for leaf in leaves]).sum()
+        self._output = None  # the graph is about to be freed
+        return total

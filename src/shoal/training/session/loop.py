@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import Loader, MapLoader, Microbatch, StepData
 from shoal.data.order import Order
+from shoal.data.stream import compare_streams
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
@@ -21,7 +22,6 @@ from shoal.jobs.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
 from shoal.training.microbatch.loss import no_gradient
-from shoal.training.microbatch.streams import compare_streams
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
