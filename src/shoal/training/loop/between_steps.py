@@ -15,6 +15,32 @@ from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.observe.step_records import StepRecords, Surroundings
 
+# Bit of the ranks' requests for incidents that only one rank notices, next to the bits of callbacks.
+NOTICED = 1 << 20
+
+
+def share_incidents(parts: TrainingParts, around: Surroundings, state: RunState) -> None:
+    """Share incidents of the ranks' loaders. All ranks then skip samples that any rank could not read.
+
+    `state` stores these samples.
+    Raises: DataError, on every rank, if there are more bad samples than allowed.
+    Collective: all ranks, a JSON gather.
+    """
+    mesh, loader = parts.mesh, parts.loader
+    own = [vars(incident) for incident in loader.incidents]
+    loader.incidents.clear()
+    for rank, row in enumerate(mesh.gather_json({"host": mesh.host, "incidents": own})):
+        for incident in row["incidents"]:
+            host = row["host"]
+            bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON keys are strings
+            state.bad_samples |= bad
+            around.note(f"rank {rank} on {host}: {incident['what']}; {incident['done']}")
+            about: dict[str, Any] = {"step": state.step, "rank": rank, "host": host, "noticed": "reading", **incident}
+            about |= {"samples": sorted(bad)} if bad else {}
+            kind = "samples" if bad else "workers"
+            around.events.add(kind, **{name: value for name, value in about.items() if value is not None})
+    loader.leave_out(state.bad_samples)
+
 
 @dataclass
 class Outcome:

@@ -29,7 +29,7 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
-from shoal.training.loop.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
+from shoal.training.loop.device_graph import CaptureRules, Recorder, Recording, addresses
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep, ForwardBackward
 from shoal.training.microbatch.loss import no_gradient
@@ -74,7 +74,12 @@ class StepGraph:
     def __init__(self, parts: TrainingParts, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> None:
         self.shape, self._parts, self._microbatch = shape, parts, microbatch.without_batch()
         device, groups = parts.mesh.device, len(parts.updater.optimizer.param_groups)
-        self._leaves = [_like(leaf) for leaf in leaves]
+        self._leaves = [
+            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
         self._numbers = torch.zeros(NUM_SUMS + groups, dtype=torch.float64, device=device)
         self._masked = torch.ones((), dtype=torch.bool, device=device)
         self._draws = CapturedScope(parts.job.seed, shape.grains, device)
@@ -136,7 +141,8 @@ class StepGraph:
         self._known = next((pair for pair in self._gradients if pair[1] is not None), None)
         fill()
         self._recording.replay()
-        if not _same(results[0], self.outputs[0]):
+        pairs = zip(results[0].tolist(), self.outputs[0].tolist(), strict=True)
+        if not all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
             raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
 
     def replay(self) -> None:
@@ -230,7 +236,29 @@ class CapturedStep:
         rate = parts.updater.stepper.set_rates(progress)  # a schedule may also change what the graph fixes
         parts.clock.mark("host_to_device")
         leaves, spec = tree_flatten(first.batch())
-        graph = self._graph_of(self._shape(spec, leaves, microbatch, scale), microbatch, leaves)
+        optimizer = parts.updater.optimizer
+        inputs = ("params", "initial_lr") if parts.job.schedule is None else ("params", "initial_lr", "lr")
+        settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in inputs]
+        settings += [("training", module.training) for module in self._modules]
+        settings += [("requires_grad", parameter.requires_grad) for parameter in parts.model.parameters()]
+        shape = StepShape(
+            spec,
+            tuple([(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
+            microbatch.grains,
+            parts.computer.computation,
+            scale,
+            tuple(settings),
+        )
+        if self._graph is not None and self._graph.shape == shape:
+            self._num_others = 0
+        elif self._graph is None and microbatch.num_samples == parts.job.global_batch:
+            self._graph = self._captured(shape, microbatch, leaves)
+        else:
+            self._num_others += 1
+            if self._num_others >= _MOST_OTHERS:
+                self._refuse(f"{_MOST_OTHERS} steps in a row were of other shapes or settings than the captured one")
+            return None
+        graph = self._graph
         if graph is None:
             return None
         fetched.first = None  # otherwise its batch stays in memory until the step's end
@@ -245,55 +273,34 @@ class CapturedStep:
         step = UnreadStep(passes, [microbatch.without_batch()], following, None, None, sums=sums)
         return LaunchedStep(step, rate, masks_next, numbers)
 
-    def _shape(self, spec: TreeSpec, leaves: Sequence[Any], microbatch: Microbatch, scale: LossScale) -> StepShape:
-        optimizer = self._parts.updater.optimizer
-        given = ("params", "initial_lr") if self._parts.job.schedule is None else ("params", "initial_lr", "lr")
-        settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in given]
-        settings += [("training", module.training) for module in self._modules]
-        settings += [("requires_grad", parameter.requires_grad) for parameter in self._parts.model.parameters()]
-        policy = self._parts.computer.computation
-        return StepShape(spec, tuple(map(_described, leaves)), microbatch.grains, policy, scale, tuple(settings))
-
-    def _graph_of(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
-        """Return the graph for steps of a shape, captured now if needed. Return None if there is none for the shape."""
-        if self._graph is not None and self._graph.shape == shape:
-            self._num_others = 0
-            return self._graph
-        if self._graph is None and microbatch.num_samples == self._parts.job.global_batch:
-            self._graph = self._captured(shape, microbatch, leaves)
-            return self._graph
-        self._num_others += 1
-        if self._num_others >= _MOST_OTHERS:
-            self._refuse(f"{_MOST_OTHERS} steps in a row were of other shapes or settings than the captured one")
-        return None
-
     def _captured(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
         self._num_captures += 1
         try:
-            self._refuse_early(shape, leaves)
+            if self._num_captures > _MOST_CAPTURES:
+                raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
+            odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)), None)
+            if odd is not None:
+                raise NotCapturableError(f"a batch has a {type(odd).__name__} in it")
+            if shape.policy.by_position and self._parts.mesh.device.type == "cpu":
+                raise NotCapturableError("it draws random numbers on the host")
+            if self._parts.clock.is_listened_to:
+                raise NotCapturableError("its steps are traced")
             graph = StepGraph(self._parts, shape, microbatch, leaves)
             with self._parts.clock.paused(), unchanged(self._parts):
                 graph.capture(self._recorder, lambda: graph.fill(microbatch, leaves, True))
         except Exception as error:  # an error of the model recurs in the ordinary step, which reports it
             if is_out_of_memory(error):
                 torch.cuda.empty_cache()
-            self._refuse(_reason(error))
+            link: BaseException | None = error
+            while link is not None and not isinstance(link, NotCapturableError):
+                link = link.__cause__ or link.__context__
+            first_line = (text_of(error).strip().splitlines() or [""])[0][:200]
+            self._refuse(str(link) if link is not None else f"{type(error).__name__}: {first_line}")
         else:
             if self._num_captures == 1:
                 self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")
             return graph
         return None
-
-    def _refuse_early(self, shape: StepShape, leaves: Sequence[Any]) -> None:
-        if self._num_captures > _MOST_CAPTURES:
-            raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
-        odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)), None)
-        if odd is not None:
-            raise NotCapturableError(f"a batch has a {type(odd).__name__} in it")
-        if shape.policy.by_position and self._parts.mesh.device.type == "cpu":
-            raise NotCapturableError("it draws random numbers on the host")
-        if self._parts.clock.is_listened_to:
-            raise NotCapturableError("its steps are traced")
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
@@ -317,43 +324,8 @@ def unchanged(parts: TrainingParts) -> Iterator[None]:
         raise
 
 
-def _reason(error: BaseException) -> str:
-    """Return one line that says why a step could not be captured, from the error that its capture raised."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, NotCapturableError):
-        link = link.__cause__ or link.__context__
-    if link is not None:
-        return str(link)
-    return f"{type(error).__name__}: {(text_of(error).strip().splitlines() or [''])[0][:200]}"
-
-
 def lasting_tensors(parts: TrainingParts) -> list[Tensor]:
     """Return the tensors that outlive a step: parameters, buffers and the optimizer's state."""
     states = parts.updater.optimizer.state.values()
     state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
     return [*parts.model.parameters(), *parts.model.buffers(), *state]
-
-
-def _like(leaf: Any) -> Any:
-    """Return an empty tensor with the layout of the leaf. A leaf that is not a tensor is returned unchanged."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-
-
-def _described(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _same(expected: Tensor, actual: Tensor) -> bool:
-    """Check whether two packed vectors are equal within the tolerance for sums in another order."""
-    pairs = zip(expected.tolist(), actual.tolist(), strict=True)
-    return all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs)
-
-
-def captured_step(parts: TrainingParts, runner: StepRunner, note: Callable[[str], None]) -> CapturedStep | None:
-    """Return the captured step, or None if the plan does not use a CUDA graph."""
-    if not parts.plan.execution.cuda_graph:
-        return None
-    device = parts.mesh.device
-    return CapturedStep(parts, runner, note, RECORDERS[device.type](device))

@@ -22,7 +22,8 @@ from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
-from shoal.training.loop.captured_step import LaunchedStep, captured_step
+from shoal.training.loop.captured_step import CapturedStep, LaunchedStep
+from shoal.training.loop.device_graph import RECORDERS
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.step import StepRunner, UnreadStep
@@ -88,7 +89,11 @@ class LateReads:
         self._reported = -1  # the last step measured in a row
         self._last = math.inf  # the step that all ranks read before they launch the next one
         self._is_slow = False
-        self._captured = captured_step(parts, runner, note)
+        # The captured step, if the plan uses a CUDA graph.
+        self._captured: CapturedStep | None = None
+        if parts.plan.execution.cuda_graph:
+            device = parts.mesh.device
+            self._captured = CapturedStep(parts, runner, note, RECORDERS[device.type](device))
         self.is_possible = self._possible or self._captured is not None  # False: `apply` is False for every step
 
     def apply(self, state: RunState, agreement: Agreement) -> bool:
@@ -158,7 +163,14 @@ class LateReads:
         launched = self._captured.queue(fetched, scale, progress, masked) if self._captured is not None else None
         if launched is None:
             step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
-            launched = self._launched(step, scale, progress, masked)
+            sums = step.sums
+            parts.clock.mark("optimizer")
+            fine = (sums.failures == 0).all()
+            update = parts.updater.queue(sums, fine if masked is None else fine & ~masked, scale, progress)
+            good = update.good
+            parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
+            masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
+            launched = LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
         else:
             row(launched.step.following)
         step = launched.step
@@ -183,19 +195,6 @@ class LateReads:
             measured=measured,
             agreed=agreed,
         )
-
-    def _launched(self, step: UnreadStep, scale: LossScale, progress: Progress, masked: Tensor | None) -> LaunchedStep:
-        """Queue the step's update, too. `masked`: bool [], whether an earlier step is masked; None at first."""
-        parts, sums = self._parts, step.sums
-        parts.clock.mark("optimizer")
-        fine = (sums.failures == 0).all()
-        if masked is not None:
-            fine = fine & ~masked
-        update = parts.updater.queue(sums, fine, scale, progress)
-        good = update.good
-        parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
-        masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
-        return LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
 
     def read(self, flight: StepInFlight) -> Flags | tuple[StepSums, Update, Agreement | None]:
         """Read a step. Return its failures if it changed nothing, otherwise its sums, its update and the agreement.

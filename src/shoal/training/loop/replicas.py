@@ -77,39 +77,59 @@ class ReplicaCheck:
         Raises: IntegrityError, on every rank, if they differ repeatedly, or if the run cannot roll back.
         Collective: all ranks, one all-gather.
         """
-        sums = self._gathered()
+        tensors, places = list(self._named().values()), self._places()
+        own = bits_checksum(tensors)
+        parts = [float(own >> (_BITS * place) & ((1 << _BITS) - 1)) for place in range(_PARTS)]
+        rows = self._mesh.all_gather(parts).astype(int).tolist()
+        sums = [sum(part << (_BITS * place) for place, part in enumerate(row)) for row in rows]
+        # The ranks that differ from the majority with the same part, or all of them without a majority.
+        wrong: list[int] = []
+        sure = True
+        for place in dict.fromkeys(places):
+            group = [rank for rank, other in enumerate(places) if other == place]
+            common, number = Counter(sums[rank] for rank in group).most_common(1)[0]
+            is_majority = 2 * number > len(group)
+            sure &= is_majority
+            if number < len(group):
+                wrong += [rank for rank in group if sums[rank] != common or not is_majority]
         self._num_checks += 1
-        wrong = self._wrong(sums)
         self._checked = step if not wrong else -1
         self.flipped = []
         if not wrong:
             if self._differed == step:
-                self.flipped = self._farthest() if self._repeats else []
+                self.flipped = self._farthest(tensors, places) if self._repeats else []
                 self._differed, self._differing = None, {}
             if self._before is not None and step >= self._before:
                 self._before, self._in_a_row = None, 0
             return None
-        if self.every is None and len(set(self._mesh.gather_json(self._processor()))) > 1:
-            self.compares = False  # different processors may legitimately differ in the last bits
-            return None
-        said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
+        if self.every is None:
+            device = self._mesh.device
+            kind = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+            if len(set(self._mesh.gather_json(kind))) > 1:
+                self.compares = False  # different processors may legitimately differ in the last bits
+                return None
+        named = f"{'ranks' if sure else 'one of ranks'} {', '.join(map(str, wrong))}"
+        named = f"rank {wrong[0]}" if len(wrong) == 1 else named
+        said = f"the parameters or the optimizer's state of {named} are not those of the other replicas"
         self._in_a_row += 1
         self._before = max(step, self._before or 0)
         if self.every is None or self._in_a_row > _MOST_IN_A_ROW:
             raise self._error(step, said)
-        self._differed, self._differing = step, self._differing_tensors()
+        # Copies of this rank's tensors that differ from another replica.
+        rank = self._mesh.rank
+        by_tensor = self._mesh.gather_json([bits_checksum([tensor]) for tensor in tensors])
+        group = [other for other, place in enumerate(places) if place == places[rank]]
+        differ = [i for i in range(len(tensors)) if any(by_tensor[other][i] != by_tensor[rank][i] for other in group)]
+        self._differed, self._differing = step, {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
         return said
-
-    def _processor(self) -> str:
-        device = self._mesh.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
     def _error(self, step: int, said: str) -> IntegrityError:
         """Return the error that ends the run. Collective: all ranks, a JSON gather."""
         own = {name: bits_checksum([tensor]) for name, tensor in self._named().items()}
         gradients = [bits_checksum([local(p.grad)]) for _, p in self._model.parameters() if p.grad is not None]
         rows = self._mesh.gather_json({"tensors": own, "gradients": gradients})
-        group = [rank for rank, place in enumerate(self._places()) if place == self._places()[self._mesh.rank]]
+        places = self._places()
+        group = [rank for rank, place in enumerate(places) if place == places[self._mesh.rank]]
         first = rows[group[0]]
         differ = sorted({n for rank in group for n, s in rows[rank]["tensors"].items() if first["tensors"].get(n) != s})
         named = ", ".join(differ[:_MOST_NAMED]) + (
@@ -141,22 +161,16 @@ class ReplicaCheck:
             "of the samples in a buffer (register_buffer), which is the same on all ranks after each step",
         )
 
-    def _differing_tensors(self) -> dict[int, Tensor]:
-        """Return copies of this rank's tensors that differ from another replica. Collective: a JSON gather."""
-        tensors, places, rank = self._tensors(), self._places(), self._mesh.rank
-        sums = self._mesh.gather_json([bits_checksum([tensor]) for tensor in tensors])
-        group = [other for other, place in enumerate(places) if place == places[rank]]
-        differ = [i for i in range(len(tensors)) if any(sums[other][i] != sums[rank][i] for other in group)]
-        return {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
-
-    def _farthest(self) -> list[int]:
+    def _farthest(self, tensors: list[Tensor], places: list[Coordinate]) -> list[int]:
         """Return the ranks with the tensors farthest from the result of the repeated steps.
 
         A flipped bit reaches the other replicas through later gradients, but its own rank also has the bit itself. The
         result is empty if two ranks are equally far. Collective: a JSON gather.
         """
-        tensors, places = self._tensors(), self._places()
-        own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._differing.items())
+        own = 0.0
+        for i, then in self._differing.items():
+            apart = float((then.double() - tensors[i].detach().cpu().double()).abs().sum())
+            own += apart if math.isfinite(apart) else sys.float_info.max
         far: list[float] = self._mesh.gather_json(own)
         farthest = []
         for place in dict.fromkeys(places):
@@ -169,44 +183,7 @@ class ReplicaCheck:
         layout = self._mesh.layout
         return [layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
 
-    def _gathered(self) -> list[int]:
-        """Return the checksums of all ranks."""
-        own = bits_checksum(self._tensors())
-        parts = [float(own >> (_BITS * place) & ((1 << _BITS) - 1)) for place in range(_PARTS)]
-        rows = self._mesh.all_gather(parts).astype(int).tolist()
-        return [sum(part << (_BITS * place) for place, part in enumerate(row)) for row in rows]
-
-    def _tensors(self) -> list[Tensor]:
-        return list(self._named().values())
-
     def _named(self) -> dict[str, Tensor]:
         """Return this rank's parameters and optimizer state by name, in the same order on all ranks."""
         state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
         return {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
-
-    def _wrong(self, sums: list[int]) -> str:
-        """Name the ranks that differ from the majority with the same part, or all of them without a majority."""
-        wrong: list[int] = []
-        sure = True
-        places = self._places()
-        for place in dict.fromkeys(places):
-            group = [rank for rank, own in enumerate(places) if own == place]
-            counts = Counter(sums[rank] for rank in group)
-            common, number = counts.most_common(1)[0]
-            most = 2 * number > len(group)
-            sure &= most
-            if number < len(group):
-                wrong += [rank for rank in group if sums[rank] != common or not most]
-        return _ranks(wrong, sure) if wrong else ""
-
-
-def _ranks(ranks: list[int], sure: bool = True) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"{'ranks' if sure else 'one of ranks'} {', '.join(map(str, ranks))}"
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the sum of absolute differences, or the largest float if it is not finite."""
-    distance = float((one.double() - other.double()).abs().sum())
-    return distance if math.isfinite(distance) else sys.float_info.max

@@ -13,8 +13,7 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
 from shoal.jobs.job import Progress
 from shoal.parallel.base import Flags, StepSums
-from shoal.training.loop.between_steps import BetweenSteps, Outcome
-from shoal.training.loop.incidents import NOTICED, RankIncidents
+from shoal.training.loop.between_steps import NOTICED, BetweenSteps, Outcome, share_incidents
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep
@@ -43,7 +42,6 @@ class Trainer:
         )
         self._between = BetweenSteps(parts, around, self._records, num_steps)
         self._late = LateReads(parts, self._runner, self._records, self._between.is_due, around.note)
-        self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
         self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
@@ -84,7 +82,7 @@ class Trainer:
             raise shown from error
         last = agree(self._mesh, Report(asked=NOTICED if parts.loader.incidents else 0, measures=self._measures))
         if last.asked:
-            self._incidents.settle(self.state)
+            share_incidents(parts, self._around, self.state)
         self._records.write(last)
         outcome = self._between.conclude(self.state, status)
         callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
@@ -228,7 +226,7 @@ class Trainer:
             self._parts.callbacks.unagreed = False
             agreement = agree(self._mesh, self._report(fetched, self.state.step))
             if agreement.asked & NOTICED:
-                self._incidents.settle(self.state)
+                share_incidents(self._parts, self._around, self.state)
             if agreement.asked & ~NOTICED:  # requests of any rank's callbacks
                 self._between.serve(self.state, agreement.asked, lambda: self._replicas_agree(saves=True))
                 self._clock.begin(self.state.step + 1)

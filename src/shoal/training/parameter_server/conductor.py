@@ -72,7 +72,9 @@ class Conductor:
         self._clock, self._buffers = engine.clock, engine.buffers
         self.servers = Servers(engine.model, engine.updater.optimizer, engine.plan.server.num_servers, crew)
         self._retreat = Retreat(engine, around, state, self.servers)
-        self._desk = TaskQueue(self._retreat.rules, state.step, lambda *part: bool(self._grains(*part)))
+        self._desk = TaskQueue(
+            self._retreat.rules, state.step, lambda step, *part: bool(share(engine.order.grains(step), *part))
+        )
         self._computation = MicrobatchPolicy.from_json(state.computation) if state.computation is not None else None
         self._initial = self._buffers.values()
         if self._computation is not None:
@@ -89,9 +91,6 @@ class Conductor:
         self._between = BetweenSteps(
             engine, around, self._records, num_steps, lambda optimizer: self.servers.fetch(optimizer=optimizer)
         )
-
-    def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
-        return share(self._engine.order.grains(step), part, num_parts)
 
     def train(self) -> Outcome:
         """Train to the end, or to the first step after a stop was requested.
@@ -217,14 +216,16 @@ class Conductor:
         now = time.monotonic()
         limit = max(_STUCK_SECONDS, _STUCK_TIMES * self._longest) if self._longest else _FIRST_SECONDS
         late = [member for member, since, _ in self._given.values() if now - since > limit]
-        for member in self._crew.silent():
-            self._end(member, f"{member} has said nothing for {now - member.heard:.0f} s")
-        for member in late:
-            if member in self._crew.members and not member.ended:
-                self._end(member, f"{member} has not been done with its part of a step for {limit:.0f} s")
-        for member in self._crew.coming:
-            if now - member.came > _FIRST_SECONDS and not member.ended:
-                self._end(member, f"{member} has not been ready for {_FIRST_SECONDS:.0f} s")
+        late = [member for member in late if member in self._crew.members]
+        unready = [member for member in self._crew.coming if now - member.came > _FIRST_SECONDS]
+        for member, text in (
+            *((member, f"has said nothing for {now - member.heard:.0f} s") for member in self._crew.silent()),
+            *((member, f"has not been done with its part of a step for {limit:.0f} s") for member in late),
+            *((member, f"has not been ready for {_FIRST_SECONDS:.0f} s") for member in unready),
+        ):
+            if not member.ended:
+                self._incident(member, "stopped", f"{member} {text}: ended")
+                self._crew.end(member)
         if self._crew.members or self._crew.coming:
             self._alone_since = now
         elif now - self._alone_since > _ALONE_SECONDS:
@@ -237,10 +238,6 @@ class Conductor:
         is_due = keeper.every_steps is None and keeper.due(self.state.step)
         if self._around.stop_requested() or is_due or self._retreat.due or self._engine.callbacks.request_bits:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
-
-    def _end(self, member: Member, text: str) -> None:
-        self._incident(member, "stopped", f"{text}: ended")
-        self._crew.end(member)
 
     def _done(self, event: WorkerEvent) -> None:
         """Store a worker's result, and apply the step if it was the last part."""
@@ -329,7 +326,8 @@ class Conductor:
         self._buffers.restore()
         first = next(iter(culprits["grains"]), None)
         for part, came in arrived.items():
-            if first in [grain.index for grain in self._grains(step, part, came.task.num_parts)]:
+            own = share(engine.order.grains(step), part, came.task.num_parts)
+            if first in [grain.index for grain in own]:
                 culprits |= {"rank": came.member.rank, "host": came.member.host}
         state.bad_streak += 1
         bad = NonFiniteStep(step, sums.loss, culprits, state.bad_streak, engine.job.on_nonfinite)

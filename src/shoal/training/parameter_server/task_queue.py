@@ -55,8 +55,13 @@ class TaskQueue:
 
     def take(self) -> Task | None:
         """Return the next task, or None if there is none, or the bound requires a wait."""
-        if not self._may_begin():
-            return None
+        # Each task in progress may be applied after all others. A task handed out at version v then sees at most
+        # version - v + (number of the other tasks) updates before its own.
+        bound = self._rules.bound
+        if bound not in (None, 0):
+            others = len(self._out)  # for each task in progress, counting the new one
+            if others > bound or any(self.version - task.version + others > bound for task in self._out.values()):
+                return None
         if not self._ready and self.frontier < self.limit and (self._rules.bound != 0 or self.frontier == self.version):
             count = self._rules.num_parts
             parts = [part for part in range(count) if self._busy(self.frontier, part, count)]
@@ -68,19 +73,6 @@ class TaskQueue:
         task = replace(self._ready.pop(0), ticket=self._tickets, version=self.version)
         self._out[task.ticket] = task
         return task
-
-    def _may_begin(self) -> bool:
-        """Return True if one more task keeps every task's staleness within the bound.
-
-        Each task in progress may be applied after all others. A task handed out at version v then sees at most version
-        - v + (number of the other tasks) updates before its own.
-        """
-        if self._rules.bound in (None, 0):
-            return True
-        others = len(self._out)  # for each task in progress, counting the new one
-        return all(self.version - task.version + others <= self._rules.bound for task in self._out.values()) and (
-            others <= self._rules.bound
-        )
 
     def done(self, ticket: int) -> Task | None:
         """Remove and return the task with this ticket; None if another worker has received the task since."""

@@ -171,7 +171,14 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
     local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
     with contextlib.closing(introduce(environment, role, job, plan)) as wire:
         try:
-            threading.Thread(target=_beat, args=(wire,), daemon=True).start()
+
+            def beat() -> None:  # regular signs of life, which a stopped process does not send
+                pause = threading.Event()
+                with contextlib.suppress(ClosedError, OSError):
+                    while not pause.wait(BEAT_SECONDS):
+                        wire.send({"kind": "alive"})
+
+            threading.Thread(target=beat, daemon=True).start()
             with contextlib.closing(build(job, plan, alone(choose_device(local)), Options(observer=watch))) as engine:
                 watch.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
                 with contextlib.closing(Worker(engine, wire, key_of(environment))) as worker:
@@ -192,14 +199,6 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
             with contextlib.suppress(ClosedError):
                 wire.send({"kind": "failed", "error": to_json(shown, environment.rank, socket.gethostname())})
             raise shown from error
-
-
-def _beat(wire: Channel) -> None:
-    """Send regular signs of life, which a stopped process does not send."""
-    pause = threading.Event()
-    with contextlib.suppress(ClosedError, OSError):
-        while not pause.wait(BEAT_SECONDS):
-            wire.send({"kind": "alive"})
 
 
 def _is_over(wire: Channel, environment: Environment) -> bool:

@@ -57,27 +57,21 @@ class DirectStep:
             return
         groups = []
         for values in optimizer.param_groups:
-            group = self._group(values)
-            if group is None:
+            parameters, state = values["params"], optimizer.state
+            kinds = {p.dtype for p in parameters}
+            fits = len(kinds) == 1 and kinds.issubset(_DTYPES) and all(p.is_cpu for p in parameters)
+            if not fits or not can_fuse(values, optimizer):
                 return
-            groups.append(group)
+            keeps = bool(values["amsgrad" if self._is_adam else "momentum"])
+            needed = ["step", "exp_avg", "exp_avg_sq"] if self._is_adam else []
+            if keeps:
+                needed.append("max_exp_avg_sq" if self._is_adam else "momentum_buffer")
+            states = [state[p] for p in parameters if p in state]
+            complete = all(isinstance(own.get(key), Tensor) for own in states for key in needed)
+            if needed and not (complete and len(states) == len(parameters)):
+                return
+            groups.append(_KernelGroup(values, parameters, len(parameters), states, kinds.pop(), keeps))
         self._groups, self._states, self._step = groups, list(optimizer.state.values()), step
-
-    def _group(self, values: dict[str, Any]) -> _KernelGroup | None:
-        parameters, state = values["params"], self._optimizer.state
-        kinds = {p.dtype for p in parameters}
-        fits = len(kinds) == 1 and kinds.issubset(_DTYPES) and all(p.is_cpu for p in parameters)
-        if not fits or not can_fuse(values, self._optimizer):
-            return None
-        keeps = bool(values["amsgrad" if self._is_adam else "momentum"])
-        needed = ["step", "exp_avg", "exp_avg_sq"] if self._is_adam else []
-        if keeps:
-            needed.append("max_exp_avg_sq" if self._is_adam else "momentum_buffer")
-        states = [state[p] for p in parameters if p in state]
-        complete = all(isinstance(own.get(key), Tensor) for own in states for key in needed)
-        if needed and not (complete and len(states) == len(parameters)):
-            return None
-        return _KernelGroup(values, parameters, len(parameters), states, kinds.pop(), keeps)
 
     def take(self) -> bool:
         """Step the optimizer. Return False, without any change, if something differs from the stored state."""

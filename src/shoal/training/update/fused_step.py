@@ -86,11 +86,11 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 def _keep(saved: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
     """Store new state of the local tensor as the parameter's: scalars unchanged, other tensors as DTensors."""
     for key, value in saved.items():
-        value = state[parameter].get(key)
-        if isinstance(value, Tensor) and isinstance(value, Tensor) and local(value).data_ptr() == value.data_ptr() != 0:
+        earlier = state[parameter].get(key)
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and isinstance(earlier, Tensor) and local(earlier).data_ptr() == value.data_ptr() != 0:
             continue
-        is_like = isinstance(value, Tensor) and value.ndim > 0
-        state[parameter][key] = laid_out(value, parameter) if is_like else value
+        state[parameter][key] = laid_out(value, parameter) if is_tensor and value.ndim > 0 else value
 
 
 @contextlib.contextmanager
