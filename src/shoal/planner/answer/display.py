@@ -26,9 +26,9 @@ from shoal.planner.answer.outlook import (
     ScalingCurve,
 )
 from shoal.planner.calibrate.comparison import section
-from shoal.planner.predict.compute_time import ITEMSIZE, DeviceModel
+from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
 from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
-from shoal.planner.predict.workload import MatrixRow, Share, unaligned_rows
+from shoal.planner.predict.workload import ITEMSIZE, Share
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Rejected, gib
 from shoal.planner.search.space import Illegal

@@ -1,4 +1,6 @@
-"""Seconds of a collective, by algorithm, from the latency and bandwidth of the links between its ranks.
+"""Seconds of collectives, by algorithm, from the latency and bandwidth of the links between their ranks.
+
+The accounts (shoal.plans.accounting), which a run is compared with, list the collectives.
 
 A ring takes n - 1 hops per pass and moves (n - 1) / n of the bytes over its slowest link (Thakur, Rabenseifner and
 Gropp 2005). A double binary tree takes 2 log2 n hops and moves all bytes (Sanders, Speck and Traeff 2009). Message
@@ -7,15 +9,19 @@ sizes follow nccl-tests: see plans/accounting/collectives.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
 from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
-from shoal.plans.accounting.collectives import REPLICAS, WORLD
-from shoal.plans.plan import LayoutSection
+from shoal.planner.predict.stage_split import ModelPart
+from shoal.planner.predict.workload import ITEMSIZE
+from shoal.planner.profile.values import Body
+from shoal.plans.accounting.collectives import REPLICAS, WORLD, Array, Gradients, Sharding, SizedCollective
+from shoal.plans.plan import LayoutSection, Plan
 
 _MANY_BYTES = 1e15  # large enough that latencies are negligible
 
@@ -175,3 +181,163 @@ class Network:
 def _group(size: int, stride: int, on_host: int) -> RankGroup:
     per_host = max(1, min(size, on_host // stride))
     return RankGroup(size, per_host, max(1, min(on_host // per_host, stride)))
+
+
+# ------------------------------------------------------------------------------------------ collectives of the accounts
+
+
+class Accounts:
+    """Inputs of the memory and traffic accounts, computed once for all plans that give a rank the same units."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[tuple[ModelPart, int, str, bool], Gradients] = {}
+        self._of_bodies: dict[tuple[Body, int], tuple[Array, ...]] = {}
+        self._rests: dict[tuple[tuple[Body, ...], int], tuple[Array, ...]] = {}
+        self._units: dict[tuple[ModelPart, int], tuple[tuple[tuple[Array, ...], ...], int]] = {}
+
+    def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
+        """Return the largest rank's part of each weight of a body, on a tensor axis of this degree."""
+        key = body, tensor
+        if key not in self._of_bodies:
+            arrays = (Array(w.shape_of(tensor), w.itemsize, trainable=w.trainable) for w in body.weights)
+            self._of_bodies[key] = tuple(arrays)
+        return self._of_bodies[key]
+
+    def gradients(self, plan: Plan, part: ModelPart, *, on_cpu: bool) -> Gradients:
+        """Return the gradients of a rank with these units, in the reduce dtype of the plan."""
+        tensor, reduce = plan.layout.tensor, plan.precision.reduce
+        key = part, tensor, reduce, on_cpu
+        if key not in self._gradients:
+            arrays = (a for unit in part.units for a in self._arrays(unit.body, tensor) if a.trainable)
+            self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
+        return self._gradients[key]
+
+    def sharding(
+        self, plan: Plan, layout: LayoutSection, part: ModelPart, microbatches: int = 1, *, rounds: bool = True
+    ) -> Sharding:
+        """Return the units that fully_shard makes of a rank's part of the model: one per block, one for the rest."""
+        precision, tensor = plan.precision, layout.tensor
+        key = part, tensor
+        if key not in self._units:
+            arrays = [(unit.body.repeated, self._arrays(unit.body, tensor)) for unit in part.units]
+            blocks = (own for repeated, own in arrays if repeated)
+            others = tuple(unit.body for unit in part.units if not unit.body.repeated), tensor
+            if others not in self._rests:
+                self._rests[others] = tuple(a for repeated, own in arrays if not repeated for a in own)
+            rest = self._rests[others]  # prices are cached by the identity of this tuple
+            # The trained elements after the last block. The backward produces their gradients first.
+            last = max((place for place, (repeated, _) in enumerate(arrays) if repeated), default=-1)
+            after = (weight for unit in part.units[last + 1 :] for weight in unit.body.weights if weight.trainable)
+            self._units[key] = (*blocks, rest), sum(weight.numel_of(tensor) for weight in after)
+        units, root_early = self._units[key]
+        return Sharding(
+            units,
+            degree=layout.shard,
+            replicas=layout.data,
+            microbatches=microbatches,
+            kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+            gather_itemsize=ITEMSIZE[precision.parameters],
+            reduce_itemsize=ITEMSIZE[precision.reduce],
+            reduce_every=plan.shard.reduce == "every_microbatch",
+            root_early=root_early,
+            rounds=rounds,
+        )
+
+
+def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
+    """Return the seconds of collectives without overlap."""
+    collectives = list(sent)
+    groups = {name: network.axis(layout, name) for name in {one.group for one in collectives}}
+    links = {name: network.serving(algorithm, group) for name, group in groups.items()}
+    return sum(one.count * links[one.group].seconds(one.kind, one.num_bytes, groups[one.group]) for one in collectives)
+
+
+class UnitExchanges(NamedTuple):
+    """Seconds per unit of a rank: gathers before a forward, gathers before a backward, and scatters."""
+
+    gathers: list[float]
+    again: list[float]
+    scatters: list[float]
+
+
+class _UnitSeconds(NamedTuple):
+    """Seconds of one gather and one scatter of a unit on the shard axis, and bytes that replicas then sum."""
+
+    gather: float
+    scatter: float
+    part: int
+
+
+_ShardKey = tuple[ModelPart, tuple[str, str], int, RankGroup, str]
+
+
+class ShardExchanges:
+    """Exchanges of plans that divide parameters. Equal units are priced once."""
+
+    def __init__(self, network: Network, accounts: Accounts) -> None:
+        self._network, self._accounts = network, accounts
+        self._exchanges: dict[tuple[_ShardKey, RankGroup], UnitExchanges] = {}
+        self._totals: dict[_ShardKey, tuple[float, float, list[tuple[int, int]]]] = {}
+        self._units: dict[_ShardKey, list[_UnitSeconds]] = {}
+        self._prices: dict[tuple[object, ...], _UnitSeconds] = {}
+
+    def exchanges(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> UnitExchanges:
+        """Return the exchanges of a rank with these units on that layout.
+
+        The parameters outside of the blocks are gathered before all others, and their gradients are scattered last.
+        """
+        if not part.units:
+            return UnitExchanges([], [], [])
+        data = self._network.axis(layout, "data")
+        key = self._key(plan, layout, part), data
+        if key not in self._exchanges:
+            units, replicas = self._on_shard(plan, layout, part), self._network.serving(key[0][-1], data)
+            summed = {
+                num_bytes: replicas.seconds("all_reduce", num_bytes, data) for num_bytes in {u.part for u in units}
+            }
+            *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in part.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            self._exchanges[key] = UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
+            )
+        return self._exchanges[key]
+
+    def totals(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> tuple[float, float]:
+        """Return the total seconds of the gathers before a forward and of all scatters: the sums of `exchanges`."""
+        if not part.units:
+            return 0.0, 0.0
+        key = self._key(plan, layout, part)
+        if key not in self._totals:
+            units = self._on_shard(plan, layout, part)
+            sizes = list(Counter(one.part for one in units).items())
+            self._totals[key] = sum(one.gather for one in units), sum(one.scatter for one in units), sizes
+        gathers, scatters, sizes = self._totals[key]
+        data = self._network.axis(layout, "data")
+        replicas = self._network.serving(key[-1], data)
+        return gathers, scatters + sum(n * replicas.seconds("all_reduce", num_bytes, data) for num_bytes, n in sizes)
+
+    def _key(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> _ShardKey:
+        widths, shard = (plan.precision.parameters, plan.precision.reduce), self._network.axis(layout, "shard")
+        return part, widths, layout.tensor, shard, plan.collectives.all_reduce
+
+    def _on_shard(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> list[_UnitSeconds]:
+        """Return the exchanges of each unit on the shard axis."""
+        key = self._key(plan, layout, part)
+        if key not in self._units:
+            sharding, (_, *setting) = self._accounts.sharding(plan, layout, part), key
+            *_, shard, algorithm = key
+            links, units = self._network.serving(algorithm, shard), []
+            for unit in sharding.units:  # equal blocks are one object
+                one = (id(unit), *setting)
+                if one not in self._prices:
+                    trained = sharding.trained_of(unit)
+                    gather = links.seconds("all_gather", sharding.bytes_of(unit), shard)
+                    scatter = links.seconds("reduce_scatter", trained * sharding.reduce_itemsize, shard)
+                    self._prices[one] = _UnitSeconds(gather, scatter, sharding.part_of(trained))
+                units.append(self._prices[one])
+            self._units[key] = units
+        return self._units[key]

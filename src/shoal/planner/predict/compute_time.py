@@ -18,10 +18,8 @@ from typing import Final, NamedTuple
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.stage_split import Counts
-from shoal.planner.predict.workload import Program, Share, divided, sizes_on_rank, unaligned_rows
-from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
-
-ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
+from shoal.planner.predict.workload import ITEMSIZE, Program, Share
+from shoal.planner.profile.values import ALIGNED, NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 # Tiles that a GPU's matmul library chooses from, as (m, n, share of the large tile's rate). Smaller tiles read more
 # operands per multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
@@ -57,6 +55,82 @@ _FEW_CHANNELS: Final = 4
 # Weights of channels in, channels out, taps, width and stride in the distance of two windows.
 _WINDOW_WEIGHTS: Final = (1.0, 1.0, 2.0, 1.0, 16.0)
 _NARROW_HEADS: Final = 0.25
+
+
+# ------------------------------------------------------------------------------------------- an operation on one rank
+
+
+def divided(operation: Operation, share: Share) -> float:
+    """Return the factor by which tensor parallelism divides the work of an operation."""
+    if operation.cut is TensorCut.NONE or (operation.cut is TensorCut.SEQUENCE and not share.sequence):
+        return 1.0
+    return float(share.tensor)
+
+
+class MatrixRow(NamedTuple):
+    """Row of a matrix: its elements on all ranks together, and the number of ranks that divide them."""
+
+    length: int
+    ranks: int = 1
+
+    @property
+    def is_aligned(self) -> bool:
+        """True if, on every rank, the next row also begins at a multiple of 16 bytes.
+
+        Each rank has the largest part or one element less, see `plans.accounting.partition`. All ranks wait for the
+        slowest.
+        """
+        fewest, most = self.length // self.ranks, -(-self.length // self.ranks)
+        return fewest % ALIGNED == 0 and most % ALIGNED == 0
+
+    @property
+    def padded(self) -> int:
+        """The next length that is aligned on every rank."""
+        step = ALIGNED * self.ranks
+        return -(-self.length // step) * step
+
+
+def sizes_on_rank(operation: Operation, share: Share) -> tuple[float, float, float, float]:
+    """Return m, n, k and batch of a product on one rank."""
+    samples, cut = share.samples / share.context, operation.cut
+    m, n, k = operation.m.at(samples), operation.n.at(samples), operation.k.at(samples)
+    batch, size = operation.batch.at(samples), _divided_size(operation, share)
+    if size == "m":
+        m = ceil(m / share.tensor)
+    elif size == "n":
+        n = ceil(n / share.tensor)
+    elif size == "k":
+        k = ceil(k / share.tensor)
+    elif cut is TensorCut.BATCH or cut is TensorCut.ALL:
+        batch /= share.tensor
+    return m, n, k, batch
+
+
+def unaligned_rows(operation: Operation, share: Share) -> tuple[MatrixRow, ...]:
+    """Return the rows of a product's matrices whose length is not a multiple of 8 elements.
+
+    A product with a vector has none, since other kernels compute it. A division of the batch (heads of attention)
+    leaves rows unchanged. The row stride of a view may be larger than its length. A rank's stride is then unknown and
+    counts as aligned if the whole is (see `operator_costs.py`).
+    """
+    if not operation.rows or min(sizes_on_rank(operation, share)[:3]) <= 1:
+        return ()
+    size, lengths = _divided_size(operation, share), {"m": operation.m, "n": operation.n, "k": operation.k}
+    rows = (
+        MatrixRow(ceil(lengths[name].at(share.samples / share.context)), share.tensor if name == size else 1)
+        for name in operation.rows
+    )
+    return tuple(row for row in rows if not row.is_aligned)
+
+
+def _divided_size(operation: Operation, share: Share) -> str:
+    """Return the name of the size (m, n or k) that a tensor axis divides, or "" if it divides none."""
+    if operation.cut is TensorCut.SEQUENCE:
+        return "m" if share.sequence else ""
+    return operation.cut.value if operation.cut in (TensorCut.M, TensorCut.N, TensorCut.K) else ""
+
+
+# -------------------------------------------------------------------------------------------------------- roofline
 
 
 class Cost(NamedTuple):
@@ -449,7 +523,8 @@ class StageCosts:
     def _work_of(self, body: Body, share: Share) -> BodyWork:
         """Return the passes of a unit: its operators, its exchanges, and the host's starts of the exchanges."""
         computer, network, program = self.computer, self._network, self._program
-        device, samples, touched = computer.device, share.local_samples, computer.touched.at(share.local_samples)
+        device, samples = computer.device, share.samples / share.context
+        touched = computer.touched.at(samples)
         forward, backward, weights, selected = self._operators_of(body, share)
         tensor, starts = dict.fromkeys(Phase, 0.0), dict.fromkeys(Phase, 0)
         if share.tensor > 1:
@@ -496,7 +571,7 @@ class StageCosts:
 
     def _operators_of(self, body: Body, share: Share) -> tuple[Cost, ...]:
         """Return the cost of a unit's operators by phase, and of the operators that "selective" repeats."""
-        key = id(body), share.local_samples, share.tensor, share.sequence
+        key = id(body), share.samples / share.context, share.tensor, share.sequence
         if key not in self._operators:
             costs, operations = self.computer.each(body, share), body.operations
             if id(body) not in self._places:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from shoal.hardware.values import Cluster, Curve, Device
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.compute_time import ITEMSIZE, K_FILL, WINOGRAD, DeviceModel, Passes
+from shoal.planner.predict.compute_time import K_FILL, WINOGRAD, DeviceModel, Passes, divided
 from shoal.planner.predict.pipeline import CutModel, PipelineShape, Ranks
 from shoal.planner.predict.step_time import Predictor
-from shoal.planner.predict.workload import Prediction, Program, Share, Workload, divided
+from shoal.planner.predict.workload import ITEMSIZE, Prediction, Program, Share, Workload
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 from shoal.plans.accounting.collectives import REPLICAS
 from shoal.plans.plan import Plan, divisors

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict import stage_split
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.compute_time import ITEMSIZE, DeviceModel, Passes, StageCosts, is_layer, together
+from shoal.planner.predict.compute_time import DeviceModel, Passes, StageCosts, is_layer, together
 from shoal.planner.predict.stage_split import Counts, ModelPart, StageDivision, flat, segments
-from shoal.planner.predict.workload import Program, Share, Workload
+from shoal.planner.predict.workload import ITEMSIZE, Program, Share, Workload
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 from shoal.plans.plan import Plan
 from shoal.plans.schedule import Action, ActionKind, actions, in_flight, in_flight_by_stage, simulate
@@ -118,7 +118,7 @@ class Sizes:
         key = id(body), share, recompute
         if (known := self._bodies.get(key)) is not None:
             return known
-        whole, samples = (id(body), share), share.local_samples
+        whole, samples = (id(body), share), share.samples / share.context
         if whole not in self._whole:
             parts = self._parts_of(body, share)
             # At once, a backward uses an output and the gradient it reads, which the operator before wrote.
@@ -309,8 +309,9 @@ class CutModel:
     @cached_property
     def crossing(self) -> float:
         """Bytes of the largest activation between two stages."""
+        samples = self.share.samples / self.share.context
         ends = (stage[-1].body for stage in self.division.stages[:-1] if stage)
-        return max((body.output_bytes.at(self.share.local_samples) for body in ends), default=0.0)
+        return max((body.output_bytes.at(samples) for body in ends), default=0.0)
 
 
 @lru_cache(maxsize=65536)

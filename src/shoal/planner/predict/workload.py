@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
-from shoal.planner.profile.values import ALIGNED, Body, Operation, Profile, TensorCut
+from shoal.planner.profile.values import Body, Profile
 
+ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 # Parts of a step's seconds. Their sum is the step.
 TERMS = (
     "compute",
@@ -50,11 +51,10 @@ class Workload:
     num_grains: int
     sample_seconds: float = 0.0
     places: tuple[str, ...] | None = None
+    grain_size: int = field(init=False)  # samples per grain; the last grain may have fewer
 
-    @property
-    def grain_size(self) -> int:
-        """Samples per grain. The last grain may have fewer."""
-        return ceil(self.global_batch / self.num_grains)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grain_size", ceil(self.global_batch / self.num_grains))
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,10 @@ class Prediction:
 
 
 class Share(NamedTuple):
-    """One rank's share of a body: its microbatch in samples, and the degrees that divide each sample."""
+    """One rank's share of a body: its microbatch in samples, and the degrees that divide each sample.
+
+    A rank has samples / context samples: a part of the positions of a sample counts as that fraction of it.
+    """
 
     samples: float
     tensor: int = 1
@@ -143,78 +146,3 @@ class Share(NamedTuple):
     def of(self, body: Body, divides_ends: bool) -> Share:
         """Return the share of one body. Context and sequence parallelism may divide only blocks."""
         return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
-
-    @property
-    def local_samples(self) -> float:
-        """Samples of the rank. A part of the positions of a sample counts as that fraction of the sample."""
-        return self.samples / self.context
-
-
-def divided(operation: Operation, share: Share) -> float:
-    """Return the factor by which tensor parallelism divides the work of an operation."""
-    if operation.cut is TensorCut.NONE or (operation.cut is TensorCut.SEQUENCE and not share.sequence):
-        return 1.0
-    return float(share.tensor)
-
-
-class MatrixRow(NamedTuple):
-    """Row of a matrix: its elements on all ranks together, and the number of ranks that divide them."""
-
-    length: int
-    ranks: int = 1
-
-    @property
-    def is_aligned(self) -> bool:
-        """True if, on every rank, the next row also begins at a multiple of 16 bytes.
-
-        Each rank has the largest part or one element less, see `plans.accounting.partition`. All ranks wait for the
-        slowest.
-        """
-        fewest, most = self.length // self.ranks, -(-self.length // self.ranks)
-        return fewest % ALIGNED == 0 and most % ALIGNED == 0
-
-    @property
-    def padded(self) -> int:
-        """The next length that is aligned on every rank."""
-        step = ALIGNED * self.ranks
-        return -(-self.length // step) * step
-
-
-def sizes_on_rank(operation: Operation, share: Share) -> tuple[float, float, float, float]:
-    """Return m, n, k and batch of a product on one rank."""
-    samples, cut = share.samples / share.context, operation.cut
-    m, n, k = operation.m.at(samples), operation.n.at(samples), operation.k.at(samples)
-    batch, size = operation.batch.at(samples), _divided_size(operation, share)
-    if size == "m":
-        m = ceil(m / share.tensor)
-    elif size == "n":
-        n = ceil(n / share.tensor)
-    elif size == "k":
-        k = ceil(k / share.tensor)
-    elif cut is TensorCut.BATCH or cut is TensorCut.ALL:
-        batch /= share.tensor
-    return m, n, k, batch
-
-
-def unaligned_rows(operation: Operation, share: Share) -> tuple[MatrixRow, ...]:
-    """Return the rows of a product's matrices whose length is not a multiple of 8 elements.
-
-    A product with a vector has none, since other kernels compute it. A division of the batch (heads of attention)
-    leaves rows unchanged. The row stride of a view may be larger than its length. A rank's stride is then unknown and
-    counts as aligned if the whole is (see `operator_costs.py`).
-    """
-    if not operation.rows or min(sizes_on_rank(operation, share)[:3]) <= 1:
-        return ()
-    size, lengths = _divided_size(operation, share), {"m": operation.m, "n": operation.n, "k": operation.k}
-    rows = (
-        MatrixRow(ceil(lengths[name].at(share.local_samples)), share.tensor if name == size else 1)
-        for name in operation.rows
-    )
-    return tuple(row for row in rows if not row.is_aligned)
-
-
-def _divided_size(operation: Operation, share: Share) -> str:
-    """Return the name of the size (m, n or k) that a tensor axis divides, or "" if it divides none."""
-    if operation.cut is TensorCut.SEQUENCE:
-        return "m" if share.sequence else ""
-    return operation.cut.value if operation.cut in (TensorCut.M, TensorCut.N, TensorCut.K) else ""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.unit.planner.made import matmul
 
-from shoal.planner.predict.workload import MatrixRow, Share, sizes_on_rank, unaligned_rows
+from shoal.planner.predict.compute_time import MatrixRow, sizes_on_rank, unaligned_rows
+from shoal.planner.predict.workload import Share
 from shoal.planner.profile.values import Amount, Operation, TensorCut
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.planner.predict.exposed_time import gathered, hidden
+from shoal.planner.predict.step_time import gathered, hidden
 
 NOTHING = [0.0] * 4
 
