@@ -125,8 +125,7 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.plans.accounting.all_reduce import compressed_calls
     from shoal.training.microbatch.policy import MicrobatchPolicy
     from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
-    from shoal.training.observe.record_writer import RecordWriter
-    from shoal.training.observe.step_records import Surroundings
+    from shoal.training.observe.step_records import RecordWriter, Surroundings
     from shoal.training.setup.engine import Options, build
 
     records: list[Any] = []
@@ -186,8 +185,7 @@ def timed(folder: Path, number: int) -> dict[str, float]:
 
 def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
-    from shoal.training.observe.record_writer import RecordWriter
-    from shoal.training.observe.step_records import Surroundings
+    from shoal.training.observe.step_records import RecordWriter, Surroundings
     from shoal.training.setup.engine import Options, build
 
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)

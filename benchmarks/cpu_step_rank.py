@@ -25,8 +25,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environments.detect import joined
 from shoal.runs.records import StepRecord
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 from shoal.training.update.fused_step import fused

@@ -29,8 +29,7 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.hardware.fastest_all_reduce import all_reduce_here
 from shoal.launch.environment import Environment
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

@@ -37,8 +37,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import Environment
 from shoal.runs.records import StepRecord
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 

@@ -34,8 +34,7 @@ from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

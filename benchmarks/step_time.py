@@ -31,7 +31,7 @@ import torch
 
 from shoal.distributed.agreement import Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS, StepRecord
-from shoal.training.observe.record_writer import RecordWriter
+from shoal.training.observe.step_records import RecordWriter
 from shoal.training.step_clock import StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,8 +27,7 @@ from shoal.errors import ShoalError
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
 from shoal.training.loop.late_reads import LateReads
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 

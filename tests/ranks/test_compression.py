@@ -20,8 +20,7 @@ import shoal
 from shoal.checkpoint.state import sha256_of
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

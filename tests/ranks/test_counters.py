@@ -39,10 +39,8 @@ from shoal.plans.accounting.memory import (
 )
 from shoal.plans.plan import Layout
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.observe.memory_meter import MemoryMeter
-from shoal.training.observe.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.metering import MEASURED_STEPS, MemoryMeter, Shares, StepMeter, describe, predicted
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.default_grains import with_grains
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged

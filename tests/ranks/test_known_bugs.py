@@ -34,8 +34,7 @@ from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
 from shoal.parallel.shard.update_division import UpdateDivision
 from shoal.plans.grains import random_key
 from shoal.runs.records import StepRecord
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

@@ -23,8 +23,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, PlanError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.parallel.shard.one_copy import SharedParameters, open_shared
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

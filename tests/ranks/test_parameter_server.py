@@ -26,8 +26,7 @@ from shoal.plans.accounting.partition import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
 from shoal.training.observe.metering import array
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.parameter_server.channel import Channel
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity

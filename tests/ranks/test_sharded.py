@@ -19,8 +19,7 @@ import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, UserCodeError
 from shoal.launch.environment import Environment
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

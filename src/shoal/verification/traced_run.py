@@ -26,8 +26,7 @@ from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.evaluation import SAMPLED_CHUNK
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import FACTS, StepTrace, digest, read, write
 from shoal.training.setup.engine import Engine, Options, build

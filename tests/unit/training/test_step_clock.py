@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-import shoal.training.observe.record_writer
+import shoal.training.observe.step_records
 import shoal.training.step_clock
 from shoal.runs.records import SPANS
 from shoal.training.step_clock import StepClock, peak_memory_bytes

@@ -55,9 +55,8 @@ from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.resize import ResizeWish
 from shoal.training.loop.between_steps import Outcome
-from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_profile import StepProfile
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains
 

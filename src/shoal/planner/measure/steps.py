@@ -21,8 +21,7 @@ from shoal.planner.measure.probes import LAYER_OPERATORS
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 from shoal.training.observe.metering import StepMeter
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 
 # Layers of the two models, whose difference gives the cost for each parameter.

@@ -20,8 +20,7 @@ from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, StepRunner
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import StepRecords, Surroundings
+from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.step_clock import StepTime
 from shoal.training.update.optimizer_step import Update, may_draw
 

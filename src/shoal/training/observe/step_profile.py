@@ -105,20 +105,7 @@ class StepProfile(StepListener):
     # -------------------------------------------------------------------------------------------------------- own
 
     def _finish(self) -> None:
-        """Gather the records of all ranks, and write them on rank 0. Collective: all ranks."""
-        ranks = [_unpacked(packed) for packed in self._mesh.send_to_first(_packed(self._recorded()))]
-        if self._mesh.rank == 0:
-            about = {"steps": str(self._steps), "world_size": len(ranks)}
-            try:
-                write(self._path, merged(ranks, about))
-            except OSError as error:
-                self._say(f"the trace was not written: {self._path}: {error}")
-            else:
-                self._say(f"traced: {self._path}, for https://ui.perfetto.dev or chrome://tracing")
-        self._own = []
-
-    def _recorded(self) -> RankTrace:
-        """Stop the profiler and return this rank's records. Collective: all ranks."""
+        """Stop the profiler, gather the records of all ranks, and write them on rank 0. Collective: all ranks."""
         assert self._profiler is not None
         profiler, self._profiler, self._is_done = self._profiler, None, True
         profiler.stop()
@@ -133,9 +120,21 @@ class StepProfile(StepListener):
         marks = sorted(event["ts"] for event in events if event.get("name") == _MARK and event.get("ph") == "X")
         lags = [began - mark / 1e6 for began, mark in zip(self._marks, marks, strict=False)]
         events = [event for event in events if event.get("name") != _MARK]
-        return RankTrace(
-            self._mesh.rank, self._mesh.host, tuple(self._own), events, max(lags, default=0.0), self._behind()
-        )
+        mesh, own = self._mesh, tuple(self._own)
+        trace = RankTrace(mesh.rank, mesh.host, own, events, max(lags, default=0.0), self._behind())
+        # As compressed JSON, about a tenth of its length.
+        text = json.dumps(asdict(trace), separators=(",", ":"), default=str)
+        documents = [json.loads(gzip.decompress(row)) for row in mesh.send_to_first(gzip.compress(text.encode(), 6))]
+        ranks = [RankTrace(**{**one, "own": tuple(OwnEvent(**event) for event in one["own"])}) for one in documents]
+        if self._mesh.rank == 0:
+            about = {"steps": str(self._steps), "world_size": len(ranks)}
+            try:
+                write(self._path, merged(ranks, about))
+            except OSError as error:
+                self._say(f"the trace was not written: {self._path}: {error}")
+            else:
+                self._say(f"traced: {self._path}, for https://ui.perfetto.dev or chrome://tracing")
+        self._own = []
 
     def _behind(self) -> float:
         """Return the seconds by which this host's clock is behind rank 0's. Collective: all ranks.
@@ -171,14 +170,3 @@ def _no_own_lines() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]
-
-
-def _packed(trace: RankTrace) -> bytes:
-    """Return a trace as compressed JSON, about a tenth of its length."""
-    text = json.dumps(asdict(trace), separators=(",", ":"), default=str)
-    return gzip.compress(text.encode(), 6)
-
-
-def _unpacked(packed: bytes) -> RankTrace:
-    document = json.loads(gzip.decompress(packed))
-    return RankTrace(**{**document, "own": tuple(OwnEvent(**event) for event in document["own"])})

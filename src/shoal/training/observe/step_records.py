@@ -1,26 +1,32 @@
-"""Step records, evaluations and the outcome of a training, with or without parameter servers."""
+"""Records of a training's steps: their fields, the waits of ranks, stragglers, and the file that has them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
+import statistics
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.checkpoint.run_state import RunState
 from shoal.distributed.agreement import Agreement
 from shoal.distributed.mesh import Mesh
 from shoal.parallel.base import StepSums
+from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.attempts import Events
-from shoal.runs.records import StepRecord
-from shoal.training.observe.rank_waits import RankWaits
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.stragglers import WINDOW, StragglerWatch
+from shoal.runs.directory_lock import Fence
+from shoal.runs.records import SPANS, RankTimes, Spread, StepRecord, read_steps
 from shoal.training.step_clock import StepClock, StepTime
 from shoal.training.update.optimizer_step import Update
 
@@ -59,7 +65,8 @@ class StepRecords:
         writer: RecordWriter,
     ) -> None:
         self._clock, self._around, self._writer = clock, around, writer
-        self._waiting: deque[StepRecord] = deque()  # the last step's record; two records if steps are read late
+        # Records that are not written yet, in order: of the last step, and of two steps if steps are read late.
+        self.waiting: deque[StepRecord] = deque()
         self._slowest = mesh.rank
         self._is_watched = mesh.world_size > 1
         self._waits = RankWaits(mesh.world_size)
@@ -69,7 +76,7 @@ class StepRecords:
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps after `step`, which are about to be trained again."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._waits.clear()
         self._writer.forget_after(step)
 
@@ -107,13 +114,8 @@ class StepRecords:
             **own,
         )
         self.step_seconds.append(seconds)
-        self._waiting.append(record)
+        self.waiting.append(record)
         return record
-
-    @property
-    def waiting(self) -> Sequence[StepRecord]:
-        """Records that are not written yet, in order."""
-        return self._waiting
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
@@ -124,46 +126,236 @@ class StepRecords:
             yield
         finally:
             seconds = round(time.perf_counter() - began, 6)
-            if self._waiting:
-                self._waiting[-1] = self._waiting[-1].followed_by(kind, seconds)
+            if self.waiting:
+                self.waiting[-1] = self.waiting[-1].followed_by(kind, seconds)
             else:
                 self.after[kind] = self.after.get(kind, 0.0) + seconds
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an evaluation to the record of the step before it, unless that record is written."""
-        if self._waiting:
-            self._waiting[-1] = self._waiting[-1].evaluated(metrics)
+        if self.waiting:
+            self.waiting[-1] = self.waiting[-1].evaluated(metrics)
 
     def write(self, agreement: Agreement | None = None) -> None:
         """Write the oldest waiting record, with all ranks' measures if there is an agreement."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        record, slowest = self._waiting.popleft(), self._slowest
+        record, slowest = self.waiting.popleft(), self._slowest
         if agreement is not None:
             by_rank = self._waits.add(agreement) if self._is_watched else None
             record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
-            if self._is_watched:
-                self._tell(record)
+            straggler = self._stragglers.take(record.ranks) if self._is_watched else None
+            if straggler is not None:
+                self._around.note(f"step {record.step}: {straggler}")
+                self._around.events.add(
+                    "straggler",
+                    step=record.step,
+                    noticed=f"the times of {WINDOW} steps",
+                    done="nothing: the others wait for it",
+                    rank=straggler.rank,
+                    what=str(straggler),
+                    ratio=round(straggler.ratio, 2),
+                    cause=straggler.cause,
+                )
         self._writer.write(record)
         self._around.on_step(record, slowest)
-
-    def _tell(self, record: StepRecord) -> None:
-        """Report a straggler if one is detected."""
-        straggler = self._stragglers.take(record.ranks)
-        if straggler is None:
-            return
-        self._around.note(f"step {record.step}: {straggler}")
-        about: dict[str, Any] = {
-            "rank": straggler.rank,
-            "what": str(straggler),
-            "ratio": round(straggler.ratio, 2),
-            "cause": straggler.cause,
-        }
-        done = "nothing: the others wait for it"
-        self._around.events.add(
-            "straggler", step=record.step, noticed=f"the times of {WINDOW} steps", done=done, **about
-        )
 
     def flush(self) -> None:
         """Write all records, before long work and so that no checkpoint is ahead of the records."""
         self._writer.flush()
+
+
+# Maximum records that wait for a disk (older ones are dropped), and the time between two attempts.
+_MOST_LATE, _RETRY_SECONDS = 10_000, 1.0
+# Records are written when this many wait, or with the first record after this time.
+_TOGETHER, _TOGETHER_SECONDS = 64, 0.05
+
+
+class RecordWriter:
+    """Writer of step records, one line each. If the disk refuses, it warns once and writes the records later.
+
+    Lines of short steps are written together, about 50 ms late: single writes would cost a step several times as much.
+    `forgotten` is called with the records of steps that are about to be trained again.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        forgotten: Callable[[list[StepRecord]], None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
+        self._file = path.open("ab", buffering=0) if path else None
+        self._waiting: deque[StepRecord] = deque(maxlen=_MOST_LATE)
+        self._next = 0.0  # earliest time of the next write
+        self._refused = False
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line. It is written at once, by `flush`, or with the first record after 50 ms."""
+        if self._file is None:
+            return
+        self._waiting.append(record)
+        if time.monotonic() >= self._next or (len(self._waiting) >= _TOGETHER and not self._refused):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the waiting lines; they keep waiting if the operating system refuses them."""
+        if self._file is None or not self._waiting:
+            return
+        lines = "".join(f"{record.to_line()}\n" for record in self._waiting).encode()
+        try:
+            written = self._file.write(lines)
+            if written != len(lines):  # half a line would spoil the next one
+                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except (OSError, ValueError) as error:
+            self._next = time.monotonic() + _RETRY_SECONDS
+            if not self._refused:
+                self._refused = True
+                text = f"step records are kept until they can be written: {self._path}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+        else:
+            self._waiting.clear()
+            self._next, self._refused = time.monotonic() + _TOGETHER_SECONDS, False
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps after `step`, which are about to be trained again."""
+        self.flush()
+        if self._path is None or self._file is None:
+            return
+        try:
+            self._file.close()
+            records = list(read_steps(self._path))
+            for late in [one for one in self._waiting if one.step > step]:
+                self._waiting.remove(late)
+            lines = [record.to_line() + "\n" for record in records if record.step <= step]
+            self._fence.write(self._path, "".join(lines))  # a new file: an earlier generation appends to the old one
+            self._file = self._path.open("ab", buffering=0)
+            if self._forgotten is not None and len(lines) < len(records):
+                self._forgotten([record for record in records if record.step > step])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._waiting.clear()
+            self.close()
+            warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
+
+    def close(self) -> None:
+        """Write the waiting lines if possible, and close the file."""
+        self.flush()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+_LEAST_STEPS = 10
+# Maximum slowest ranks per record, so that a record has only a few numbers per rank.
+_MOST_AWAITED = 4
+_OTHERS = -1
+
+
+class RankWaits:
+    """Sums over as many steps as there are ranks, but at least ten, to bound a record's size per step."""
+
+    def __init__(self, world_size: int) -> None:
+        self._every = max(_LEAST_STEPS, world_size)
+        self._alone = world_size == 1
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset the sums before steps are trained again."""
+        self._steps = 0
+        self._busy: npt.NDArray[np.float64] | float = 0.0
+        self._waits: dict[int, npt.NDArray[np.float64]] = {}
+
+    def add(self, agreement: Agreement) -> RankTimes | None:
+        """Add a step, and return the sums if it completes them."""
+        if self._alone:
+            return None
+        busy, last = agreement.busy_seconds, agreement.slowest_rank
+        self._busy = self._busy + busy
+        self._waits[last] = self._waits.get(last, 0.0) + (busy[last] - busy)
+        self._steps += 1
+        if self._steps < self._every:
+            return None
+        ordered = sorted(self._waits, key=lambda rank: -float(self._waits[rank].sum()))
+        waits = {rank: _rounded(self._waits[rank]) for rank in ordered[:_MOST_AWAITED]}
+        if rest := ordered[_MOST_AWAITED:]:
+            waits[_OTHERS] = _rounded(np.sum([self._waits[rank] for rank in rest], axis=0))
+        times = RankTimes(self._steps, _rounded(np.asarray(self._busy)), waits)
+        self.clear()
+        return times
+
+
+def _rounded(seconds: npt.NDArray[np.float64]) -> list[float]:
+    return [round(value, 6) for value in seconds.tolist()]
+
+
+WINDOW = 20  # steps
+_EVERY = 5  # steps: a check costs some percent of a short step
+_MOST_OF_THEM = 16  # steps of the window in which the same rank has to be the slowest
+# Thresholds beyond the difference that the shares of grains explain: a ratio, and an absolute excess.
+_RATIO, _SECONDS = 1.3, 0.001
+# Only a rank's own work: a rank that waits for others is not slow.
+_CAUSES = {
+    "data_wait": "reading samples",
+    "host_to_device": "copying samples to the device",
+    "forward": "the forward",
+    "backward": "the backward",
+    "optimizer": "the update",
+    "other": "what the host does beside the model",
+}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Rank with a median step time of `ratio` times the fastest rank's; `cause`: the span with most of the excess."""
+
+    rank: int
+    ratio: float
+    cause: str
+    seconds: float  # excess per step
+
+    def __str__(self) -> str:
+        slower = f"rank {self.rank} takes {self.ratio:.1f} times as long for its steps as the fastest rank"
+        return f"{slower}, {1e3 * self.seconds:.1f} ms more, mostly in {self.cause}"
+
+
+class StragglerWatch:
+    """Watch over the slowest rank of each step, which reports each straggler once until it recovers."""
+
+    def __init__(self, plan: Plan, num_grains: int) -> None:
+        ranks = plan.degrees.divides_grains
+        # Off for pipelines, since stages differ in their layers, and for ranks without grains.
+        self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
+        self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
+        self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
+        self._num_steps = 0
+        self._known: int | None = None
+
+    def take(self, spreads: Mapping[str, Spread]) -> Straggler | None:
+        """Add a step's measures over the ranks, and return a straggler that was not reported yet."""
+        if not self._is_on or "busy_seconds" not in spreads:
+            return None
+        self._steps.append(spreads)
+        self._num_steps += 1
+        if len(self._steps) < WINDOW or self._num_steps % _EVERY:
+            return None
+        slowest = [step["busy_seconds"].rank_of_max for step in self._steps]
+        rank = statistics.mode(slowest)
+        busy = [step["busy_seconds"] for step in self._steps]
+        longest, least = statistics.median(s.max for s in busy), statistics.median(s.min for s in busy)
+        more = longest - self._expected * least
+        is_slow = least > 0.0 and longest >= _RATIO * self._expected * least and more >= _SECONDS
+        if slowest.count(rank) < _MOST_OF_THEM or not is_slow:
+            self._known = None
+            return None
+        if self._known == rank:
+            return None
+        self._known = rank
+        # The median excess of each span in seconds, counting 0 for steps in which another rank is the slowest.
+        excess = {span: 0.0 for span in SPANS if span in _CAUSES}
+        for span in excess:
+            of_span = [step[span] for step in self._steps if span in step]
+            if of_span:
+                excess[span] = statistics.median(s.max - s.min if s.rank_of_max == rank else 0.0 for s in of_span)
+        return Straggler(rank, longest / least, _CAUSES[max(excess, key=lambda span: excess[span])], more)

@@ -26,8 +26,7 @@ from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.retreat import Retreat
 from shoal.training.parameter_server.served_records import Arrived, PushCounts, ServedRecords, exactly_once

@@ -17,8 +17,7 @@ from shoal.parallel.base import StepSums
 from shoal.plans.accounting.partition import Range
 from shoal.runs.records import Spread
 from shoal.training.loop.training_parts import TrainingParts
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import StepRecords, Surroundings
+from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.parameter_server.members import Member
 from shoal.training.parameter_server.task_queue import Task
 from shoal.training.update.optimizer_step import Update

@@ -22,8 +22,7 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import plan_text
 from shoal.runs.attempts import AttemptLog, Events
 from shoal.runs.directory import SESSION, RunDirectory, write_file
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import StepRecords, Surroundings
+from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.session.passes import Base
 from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update

@@ -54,8 +54,7 @@ from shoal.training.microbatch.loss import LossComputer, LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
 from shoal.training.observe.metering import StepMeter
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.observer import Observer
 from shoal.training.setup.choices import choose
 from shoal.training.setup.default_grains import outline, with_grains

@@ -19,7 +19,7 @@ from shoal.planner.profile.profiles import profile
 from shoal.planner.profile.values import Operation, OperationKind, Phase, Profile
 from shoal.plans.grains import Grain
 from shoal.plans.plan import PrecisionSection
-from shoal.training.observe.memory_meter import SavedTensors
+from shoal.training.observe.metering import SavedTensors
 
 WIDE = PrecisionSection()
 MIXED = PrecisionSection(compute="bfloat16")

@@ -18,7 +18,7 @@ from shoal.plans.accounting.memory import (
     sharded_parameters,
 )
 from shoal.plans.plan import Layout
-from shoal.training.observe.memory_meter import MemoryMeter
+from shoal.training.observe.metering import MemoryMeter
 
 RANK = 5
 

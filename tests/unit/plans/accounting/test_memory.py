@@ -30,8 +30,7 @@ from shoal.plans.accounting.memory import (
     whole,
 )
 from shoal.plans.plan import Layout, Plan
-from shoal.training.observe.memory_meter import MemoryMeter, SavedTensors, storage_bytes
-from shoal.training.observe.metering import array, optimizer_shape
+from shoal.training.observe.metering import MemoryMeter, SavedTensors, array, optimizer_shape, storage_bytes
 
 # ------------------------------------------------------------------------------------------------------------ gradients
 

@@ -20,8 +20,7 @@ import shoal
 from shoal.checkpoint import weights_sha256
 from shoal.distributed.mesh import alone
 from shoal.training.microbatch.step import StepRunner
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 

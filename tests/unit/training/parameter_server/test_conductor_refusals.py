@@ -17,8 +17,7 @@ from shoal.jobs.job_file import JobRequest
 from shoal.launch.environment import Environment
 from shoal.runs.options import Course
 from shoal.runs.request import RunRequest, What, Where
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.parameter_server.channel import listen
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity

@@ -21,8 +21,7 @@ from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.generators import all_generators
 from shoal.plans.plan import Plan
 from shoal.training.loop.between_steps import Outcome
-from shoal.training.observe.record_writer import RecordWriter
-from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build, look_at_whole
 from shoal.training.setup.preflight import judged
 

@@ -90,17 +90,14 @@ class StepTrace:
         first = self.first_digests
         for rank, own in sorted(self.digests.items()):
             for key in sorted(first):
-                if own.get(key) != first[key] and not self._missing(rank, key):
+                if own.get(key) == first[key]:
+                    continue
+                # A rank need not have a part of the model, or a parameter that other ranks update.
+                may_lack, updates = self.divided, self.updates.get(rank)
+                if not may_lack and updates is not None and (is_optimizer(key) or key.startswith("clipping/")):
+                    may_lack = key.partition("/")[2].partition("/")[0] not in updates
+                if key in own or not may_lack:
                     yield rank, key
-
-    def _missing(self, rank: int, key: str) -> bool:
-        """Return True if a rank need not have a key: a part of the model, or a parameter that other ranks update."""
-        if key in self.digests[rank]:
-            return False
-        updates = self.updates.get(rank)
-        if self.divided or updates is None or not (is_optimizer(key) or key.startswith("clipping/")):
-            return self.divided
-        return key.partition("/")[2].partition("/")[0] not in updates
 
     def phase(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one phase by name."""

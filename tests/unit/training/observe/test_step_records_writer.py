@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import shoal.training.observe.record_writer
+import shoal.training.observe.step_records
 import shoal.training.step_clock
 from shoal.runs.records import StepRecord, read_steps
-from shoal.training.observe.record_writer import RecordWriter
+from shoal.training.observe.step_records import RecordWriter
 
 RECORD = StepRecord(
     step=1,
@@ -47,7 +47,7 @@ def test_records_are_appended_a_line_each(tmp_path: Path) -> None:
 
 def test_lines_wait_no_longer_than_a_time_or_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now = tmp_path / "records.jsonl", [100.0]
-    monkeypatch.setattr(shoal.training.observe.record_writer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.training.observe.step_records.time, "monotonic", lambda: now[0])
     writer = RecordWriter(path)
 
     def after(*seconds: float) -> int:
@@ -112,7 +112,7 @@ def test_a_full_disk_warns_once_and_gets_the_records_later(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(shoal.training.observe.record_writer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.training.observe.step_records.time, "monotonic", lambda: now[0])
     path = tmp_path / "records.jsonl"
     writer = RecordWriter(path)
     disk = Refusing(writer._file, room)

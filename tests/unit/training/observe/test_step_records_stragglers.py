@@ -7,7 +7,7 @@ import pytest
 
 from shoal.plans.plan import Plan
 from shoal.runs.records import Spread
-from shoal.training.observe.stragglers import WINDOW, Straggler, StragglerWatch
+from shoal.training.observe.step_records import WINDOW, Straggler, StragglerWatch
 
 
 def steps(slow: int | None, ratio: float, drawn: random.Random, seconds: float = 0.02) -> Iterator[dict[str, Spread]]:

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.distributed.agreement import Agreement, Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS
-from shoal.training.observe.rank_waits import RankWaits
+from shoal.training.observe.step_records import RankWaits
 
 
 def step(waits: list[float], seconds: float = 1.0) -> Agreement:
