@@ -26,6 +26,7 @@ from shoal.cli.options import (
     ReportOptions,
     ResizeOptions,
     RunOptions,
+    RunsOptions,
     VerifyOptions,
     WatchOptions,
     add_options,
@@ -227,6 +228,13 @@ _COMMANDS = {
         ReportOptions,
         "where a run's time went, as one HTML page",
         "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "exit codes: 0 done, 2 user error",
+    ),
+    "runs": _Command(
+        "shoal.cli.runs",
+        RunsOptions,
+        "list, compare, clean up and reproduce runs",
+        "List runs, say what differs between them, delete those that are not wanted, or print how to run one again.",
         "exit codes: 0 done, 2 user error",
     ),
     "watch": _Command(

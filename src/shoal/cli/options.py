@@ -395,6 +395,47 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
+class RunsOptions:
+    """Options of `shoal runs`."""
+
+    words: tuple[str, ...] = option(
+        "what to do: list (default), compare, show, delete, prune or reproduce; then a folder of runs (default: runs), "
+        "or runs",
+        "WORD",
+        "words",
+        default=(),
+        nargs="*",
+        page="`list` (default) or `prune` and a folder; `compare`, `show`, `delete` or `reproduce` and runs",
+        refused="a run that is none, that trains, or behind a link",
+    )
+    sort: str | None = option(
+        "order of the list: name (default), began, state, steps, loss, best, time, size; -loss for the largest first",
+        "COLUMN",
+        page="order of the list by a column; `--sort=-loss` for the largest first",
+        refused="no column",
+    )
+    filter: tuple[str, ...] = option(
+        "only runs with this value of a column or setting: state=failed; may be given several times",
+        "NAME=VALUE",
+        default=(),
+        action="append",
+        page="only runs with this value of a column or setting",
+        refused="a name that no run has",
+    )
+    keep_best: int | None = option(
+        "with prune: how many runs stay", "N", least=1, page="with `prune`: how many runs stay", refused="0"
+    )
+    metric: str | None = option(
+        "with prune: what is best (default: the metric that the jobs watch)",
+        "NAME:min|max",
+        page="with `prune`: what is best; by default the metric that the jobs watch",
+        refused="neither `min` nor `max`",
+    )
+    yes: bool = switch("delete without a question", page="deletes without a question")
+    json: bool = switch("print JSON and nothing else", page="prints JSON and nothing else")
+
+
+@dataclass(frozen=True)
 class WatchOptions:
     """Options of `shoal watch`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,20 +113,30 @@ def overlaid(key: str, title: str, runs: Sequence[RunCurves], read: Reader) -> C
     return Chart(key, title, x, curves, Table(["run", "samples", title.lower()], rows), x_name="samples")
 
 
-def _differences(runs: Sequence[RunCurves]) -> Part:
-    settings: list[dict[str, str]] = []
-    for found in (run.account for run in runs):
-        no_settings = ("versions", "code", "lengths", "given")
-        of_run = {name: text for name, text in flat(found.job) if not name.startswith(no_settings)}
-        of_run |= {name: text for name, text in flat(found.plan) if not name.startswith("prediction.")}
-        settings.append(of_run | {f"versions.{name}": str(value) for name, value in found.versions.items()})
+def differing(accounts: Sequence[Account]) -> list[list[str]]:
+    """Return what differs between runs: rows of a name and each run's value, of job, code, data, plan and versions."""
+    of_runs: list[dict[str, str]] = []
+    for account in accounts:
+        no_settings = ("versions", "lengths", "given", "file_sha256", "data", "code")
+        texts = {name: text for name, text in flat(account.job) if name.partition(".")[0] not in no_settings}
+        texts |= {f"code.{name}": text[:8] for name, text in flat(section(account.job, "code"))}
+        for name, digests in section(account.job, "data").items():
+            texts[f"data.{name}"] = hashlib.sha256(str(digests).encode()).hexdigest()[:8]
+        texts |= {name: text for name, text in flat(account.plan) if not name.startswith("prediction.")}
+        texts |= {f"versions.{name}": str(value) for name, value in account.versions.items()}
+        of_runs.append(texts)
     rows = []
-    for name in dict.fromkeys(name for of_run in settings for name in of_run):
-        values = [of_run.get(name, "-") for of_run in settings]
+    for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
+        values = [of_run.get(name, "-") for of_run in of_runs]
         if len(set(values)) > 1:
             rows.append([name, *values])
-    words = "Of all settings of job, plan and versions these differ."
-    words = words if rows else "Job, plan and versions are the same."
+    return rows
+
+
+def _differences(runs: Sequence[RunCurves]) -> Part:
+    rows = differing([run.account for run in runs])
+    words = "Of all settings, code, data, plan and versions these differ."
+    words = words if rows else "Job, code, data, plan and versions are the same."
     tables = [("", Table(["setting", *(run.name for run in runs)], rows))] if rows else []
     return Part("differences", "What differs", [words], tables=tables)
 

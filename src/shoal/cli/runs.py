@@ -1,0 +1,407 @@
+"""The `shoal runs` command: lists, compares, shows, deletes and reproduces runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.options import RunsOptions
+from shoal.errors import CommandError, ExitCode
+from shoal.report.quantities import seconds, short
+from shoal.runs.collection import RunEntry, check_removable, entry_of, remove, runs_below
+from shoal.runs.directory import SESSION, read_json
+from shoal.runs.source import COMMAND, COMMIT, FOLDER, PACKAGES, PATCH, read_source
+
+ACTIONS = ("list", "compare", "show", "delete", "prune", "reproduce")
+# Columns from the most to the least wanted: those at the end go where a line has no room.
+_COLUMNS: dict[str, Callable[[RunEntry], str]] = {
+    "name": lambda one: one.name,
+    "state": lambda one: one.state,
+    "steps": lambda one: f"{one.steps}/{one.num_steps}" if one.num_steps not in (None, one.steps) else str(one.steps),
+    "loss": lambda one: short(one.loss),
+    "best": lambda one: f"{one.best[0]} {short(one.best[1])}" if one.best else "-",
+    "time": lambda one: seconds(one.seconds),
+    "devices": lambda one: str(one.devices or "-"),
+    "job": lambda one: one.job or "-",
+    "size": lambda one: _bytes(one.size),
+    "commit": lambda one: one.commit or "-",
+    "kind": lambda one: one.kind,
+}
+_KEYS: dict[str, Callable[[RunEntry], Any]] = {
+    "name": lambda one: one.name,
+    "job": lambda one: one.job,
+    "state": lambda one: one.state,
+    "steps": lambda one: one.steps,
+    "loss": lambda one: one.loss,
+    "best": lambda one: one.best[1] if one.best else None,
+    "devices": lambda one: one.devices,
+    "time": lambda one: one.seconds,
+    "size": lambda one: one.size,
+    "commit": lambda one: one.commit,
+    "kind": lambda one: one.kind,
+    "began": lambda one: one.began_at,
+}
+_WIDTH = 80
+
+
+def runs(options: RunsOptions) -> ExitCode:
+    """Do what the first word says. Raises: CommandError; RunDirectoryError; InUseError."""
+    action, words = options.words[0] if options.words else "list", list(options.words[1:])
+    if action not in ACTIONS:
+        action, words = "list", list(options.words)
+    _check(options, action, words)
+    if action == "compare":
+        return _compare(words, options.json)
+    if action == "show":
+        return _show(words, options.json)
+    if action == "reproduce":
+        return _reproduce(words[0], options.json)
+    if action == "delete":
+        return _delete([_entry(word) for word in words], options)
+    entries = _listed(words[0] if words else "runs", options)
+    return _prune(entries, options) if action == "prune" else _list(entries, options.json)
+
+
+def _check(options: RunsOptions, action: str, words: Sequence[str]) -> None:
+    """Refuse a number of words, or options, that the action does not take. Raises: CommandError."""
+    least, most = {"compare": (2, 99), "show": (1, 99), "delete": (1, 9999), "reproduce": (1, 1)}.get(action, (0, 1))
+    wanted = "a folder of runs" if most == 1 and least == 0 else "one run" if most == 1 else f"{least} runs or more"
+    given = f"shoal runs {' '.join((action, *words))}"
+    if not least <= len(words) <= most:
+        raise _refusal(given, f"{action} takes {wanted}", f"write: shoal runs {action} runs/NAME")
+    for flag, value, takers in (
+        ("--sort", options.sort, ("list", "prune")),
+        ("--filter", options.filter, ("list", "prune")),
+        ("--keep-best", options.keep_best, ("prune",)),
+        ("--metric", options.metric, ("prune",)),
+        ("--yes", options.yes, ("delete", "prune")),
+    ):
+        if value and action not in takers:
+            raise _refusal(f"{given} {flag}", f"{flag} is for {' and '.join(takers)}", f"leave {flag} out")
+    if action == "prune" and options.keep_best is None:
+        raise _refusal(given, "it does not say which runs stay", "write: shoal runs prune --keep-best 3")
+
+
+def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
+    """Return the runs in a folder, filtered and sorted. Raises: CommandError."""
+    path = Path(folder)
+    if not path.is_dir():
+        remedy = "give the folder that the runs are in: shoal runs DIR"
+        raise _refusal(f"shoal runs {folder}", "there is no such folder", remedy)
+    entries = list(runs_below(path))
+    for text in options.filter:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise _refusal(f"--filter {text}", "it is not NAME=VALUE", "write --filter state=failed, say")
+        if name in _KEYS:
+            entries = [one for one in entries if value in (str(_KEYS[name](one)), _COLUMNS.get(name, _KEYS[name])(one))]
+        elif entries and not any(name in one.settings for one in entries):
+            known = ", ".join((*_KEYS, *dict.fromkeys(key for one in entries for key in one.settings)))
+            raise _refusal(f"--filter {text}", f"no run has {name}", f"take one of {known}")
+        else:
+            entries = [one for one in entries if name in one.settings and str(one.settings[name]) == value]
+    key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
+    if key not in _KEYS:
+        raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_KEYS)}")
+    known_values = [one for one in entries if _KEYS[key](one) is not None]
+    known_values.sort(key=_KEYS[key], reverse=descending)
+    return known_values + [one for one in entries if _KEYS[key](one) is None]
+
+
+def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
+    if as_json:
+        print(json.dumps([one.to_json() for one in entries], indent=2))
+    elif not entries:
+        print("no runs here")
+    else:
+        print("\n".join(table(entries, _width())))
+        total = sum(one.size for one in entries)
+        print(f"{len(entries)} run{'s' if len(entries) > 1 else ''}, {_bytes(total)}")
+    return ExitCode.DONE
+
+
+def table(entries: Sequence[RunEntry], width: int) -> list[str]:
+    """Return the lines of a table of at most `width` columns; what all runs have in common is said once, above it."""
+    columns = {name: [read(one) for one in entries] for name, read in _COLUMNS.items()}
+    common = []
+    if len(entries) > 1:
+        for name in ("job", "devices", "commit", "kind"):
+            if len(set(columns[name])) == 1:
+                value = columns.pop(name)[0]
+                common += [f"{name} {value}"] if value not in ("-", "run") else []
+        metrics = {one.best[0] for one in entries if one.best}
+        if len(metrics) == 1:
+            metric = metrics.pop()
+            columns = {metric if name == "best" else name: cells for name, cells in columns.items()}
+            columns[metric] = [short(one.best[1]) if one.best else "-" for one in entries]
+    while len(columns) > 1 and sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2 > width:
+        columns.popitem()
+    widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+    left = ("name", "state", "best", "job", "commit", "kind")
+    lines = [", ".join(common)] if common else []
+    for row in (list(columns), *zip(*columns.values(), strict=True)):
+        cells = [
+            cell.ljust(widths[name]) if name in left else cell.rjust(widths[name])
+            for name, cell in zip(columns, row, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
+    """Print what differs between runs, as `shoal report A B` computes it, and their results."""
+    from shoal.planner.calibrate.comparison import account_of
+    from shoal.report.several_runs import differing, named
+    from shoal.runs.address import is_address
+    from shoal.runs.run_files import run_reader
+
+    found = []
+    for word in words:
+        place = word if is_address(word) else _entry(word).path
+        with run_reader(place) as reader:
+            files = reader.read()
+        found.append((account_of(files), files.records))
+    runs = named(found)
+    names = [one.name for one in runs]
+    rows, results = differing([one.account for one in runs]), []
+    for label, values in (
+        ("state", [one.account.status for one in runs]),
+        ("steps", [str(one.account.steps) for one in runs]),
+        ("training loss", [short(one.account.loss) for one in runs]),
+        *(
+            (f"evaluation {metric}", [short(_last_metric(one.account, metric)) for one in runs])
+            for metric in dict.fromkeys(name for one in runs for e in one.account.evaluations for name in e.metrics)
+        ),
+        ("time", [seconds(one.account.wall.busy_seconds) for one in runs]),
+        ("weights", [str(one.account.result.get("weights_sha256") or "-")[: None if as_json else 16] for one in runs]),
+    ):
+        results.append([label, *values])
+    if as_json:
+        document = {
+            "runs": names,
+            "differences": {name: values for name, *values in rows},
+            "results": {name: values for name, *values in results},
+        }
+        print(json.dumps(document, indent=2))
+        return ExitCode.DONE
+    print("\n".join(_beside(["what differs", *names], rows) if rows else ["job, code, plan and versions are the same"]))
+    print("\n" + "\n".join(_beside(["result", *names], results)))
+    return ExitCode.DONE
+
+
+def _last_metric(account: Any, name: str) -> float | None:
+    values = [one.metrics[name] for one in account.evaluations if name in one.metrics]
+    return values[-1] if values else None
+
+
+def _beside(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table's lines; a row that is too wide for the terminal has a line for each run."""
+    width = _width()
+    narrow = [row for row in (head, *rows) if sum(map(len, row)) + 2 * len(row) <= width]
+    widths = [max(map(len, column)) for column in zip(*narrow, strict=True)] if narrow else []
+    while len(narrow) > 1 and sum(widths) + 2 * len(widths) > width:  # the widest row goes to lines of its own
+        narrow.remove(max(narrow[1:], key=lambda row: max(map(len, row))))
+        widths = [max(map(len, column)) for column in zip(*narrow, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        if row in narrow:
+            lines.append("  ".join(cell.ljust(room) for cell, room in zip(row, widths, strict=True)).rstrip())
+        else:
+            lines.append(row[0])
+            longest = max(map(len, head[1:]))
+            for name, cell in zip(head[1:], row[1:], strict=True):
+                room = max(10, width - longest - 4)
+                lines.append(f"  {name.ljust(longest)}  {cell if len(cell) <= room else cell[: room - 1] + '…'}")
+    return lines
+
+
+def _show(words: Sequence[str], as_json: bool) -> ExitCode:
+    """Print all that is known of runs: the entry, its settings, its source and where to read more."""
+    documents = []
+    for word in words:
+        entry = _entry(word)
+        source = read_source(Path(entry.path))
+        documents.append({**entry.to_json(), "source": source})
+        if as_json:
+            continue
+        commit, command = source.get(COMMIT, {}), source.get(COMMAND, {})
+        facts = [(name, read(entry)) for name, read in _COLUMNS.items() if name not in ("name", "commit")]
+        facts += [("error", entry.error or "")]
+        facts += [(f"settings.{name}", str(value)) for name, value in entry.settings.items()]
+        if commit.get("commit"):
+            branch = f" on {commit['branch']}" if commit.get("branch") else ""
+            dirty = ", with uncommitted changes" if commit.get("dirty") else ""
+            facts.append(("commit", f"{commit['commit']}{branch}{dirty}"))
+            facts.append(("remote", commit.get("remote") or "-"))
+        elif commit:
+            facts.append(("commit", f"none: {commit.get('reason')}"))
+        facts += [("command", shlex.join(command["arguments"]))] if command.get("arguments") else []
+        facts += [("host", command["host"])] if command.get("host") else []
+        room = max(len(name) for name, text in facts if text)
+        print(entry.path)
+        for name, text in facts:
+            if text:
+                print(f"  {name.ljust(room)}  {text}")
+    if as_json:
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+    return ExitCode.DONE
+
+
+def _reproduce(word: str, as_json: bool) -> ExitCode:
+    """Print the commands that train a run again. Raises: CommandError if it has no record of its source."""
+    entry = _entry(word)
+    folder = Path(entry.path).absolute()
+    source = read_source(folder)
+    command, commit = source.get(COMMAND), source.get(COMMIT, {})
+    if command is None:
+        conflict = f"it has no {FOLDER}/{COMMAND}: it ran with --no-source, or with an earlier version of shoal"
+        raise _refusal(f"shoal runs reproduce {word}", conflict, "see its job.json and plan.toml")
+    job = read_json(folder / "job.json") or {}
+    hidden = [name for name, value in (job.get("settings") or {}).items() if str(value).startswith("<hidden>")]
+    steps: list[tuple[str, list[str]]] = []
+    if commit.get("commit"):
+        lines = []
+        place = "the checkout"
+        if commit.get("remote"):
+            place = Path(commit["remote"].rstrip("/").removesuffix(".git").replace(":", "/")).name
+            lines.append(shlex.join(["git", "clone", commit["remote"], place]))
+            lines.append(shlex.join(["cd", place]))
+        lines.append(f"git checkout {commit['commit']}")
+        if (folder / FOLDER / PATCH).exists():
+            lines.append(shlex.join(["git", "apply", str(folder / FOLDER / PATCH)]))
+        if commit.get("folder") not in (None, "."):
+            lines.append(shlex.join(["cd", commit["folder"]]))
+        notes = [f"not in the patch: {name}: {reason}" for name, reason in (commit.get("left_out") or {}).items()]
+        notes += [f"under no version control: {name}" for name in commit.get("untracked") or ()]
+        steps.append(("the code, as it was", [*lines, *(f"# {note}" for note in notes)]))
+    else:
+        steps.append(("the code: there is no commit", [f"# {commit.get('reason')}", f"cd {command['folder']}"]))
+    packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
+    packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
+    steps.append(("the packages", packages))
+    again = _again(command["arguments"], folder, job)
+    steps.append((f"the run: {entry.devices or 1} process{'es' if (entry.devices or 1) > 1 else ''}", [again]))
+    if hidden:
+        steps[-1][1].insert(0, f"# the values of {', '.join(hidden)} are not recorded: write them in place of <hidden>")
+    name = f"{folder.name}-again"
+    steps.append(("the same?", [shlex.join(["shoal", "runs", "compare", str(folder), f"runs/{name}"])]))
+    if as_json:
+        print(json.dumps([{"what": what, "commands": lines} for what, lines in steps], indent=2))
+        return ExitCode.DONE
+    for what, lines in steps:
+        print(f"# {what}")
+        print("\n".join(lines))
+    return ExitCode.DONE
+
+
+def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
+    """Return a run's command with its complete plan and another directory; a program of one's own as it was."""
+    program = os.path.basename(arguments[0]) if arguments else ""
+    words = list(arguments)
+    if program == "__main__.py" or program == "shoal":
+        words = ["shoal", *arguments[1:]]
+    if words[:2] != ["shoal", "run"] or job.get("function") == SESSION:
+        return shlex.join(["python", *arguments]) + "  # with another directory"
+    kept, skip = [], False
+    for word in words:
+        flag = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster"):
+            skip = "=" not in word
+        elif word not in ("--resume", "--resume-if-exists", "--verify"):
+            kept.append(word)
+    return shlex.join([*kept, "--plan", str(folder / "plan.toml"), "--out", f"runs/{folder.name}-again"])
+
+
+def _entry(word: str) -> RunEntry:
+    """Return the entry of a run directory, by its path or by its name in `runs`. Raises: CommandError."""
+    for path in (Path(word), Path("runs") / word):
+        if (path / "job.json").exists() or (path / "certificate.json").exists():
+            return entry_of(path, path.name)
+    raise _refusal(f"shoal runs ... {word}", "no run began there (it has no job.json)", "see: shoal runs")
+
+
+def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
+    """Delete the runs that are not among the best. Raises: CommandError if nothing says which is better."""
+    finished = [one for one in entries if one.kind != "verify" and one.state != "running"]
+    name, _, best = (options.metric or "").rpartition(":")
+    if options.metric and best not in ("min", "max"):
+        given, conflict = f"--metric {options.metric}", "it does not say which value is best"
+        raise _refusal(given, conflict, f"write --metric {options.metric}:max, say")
+    if not options.metric:
+        metrics = {(one.best[0] if one.best else None, one.larger_is_better) for one in finished if one.best}
+        if len(metrics) != 1 or None in next(iter(metrics), (None,)):
+            names = sorted({one.best[0] for one in finished if one.best} | {"loss"})
+            raise _refusal(
+                "shoal runs prune",
+                "the jobs do not watch one metric, so nothing says which run is better",
+                f"write --metric {names[0]}:min, say; known are {', '.join(names)}",
+            )
+        name, best = metrics.pop()[0] or "", "max" if finished and _larger(finished) else "min"
+
+    def value(one: RunEntry) -> float:
+        found = one.loss if name == "loss" else one.best[1] if one.best and one.best[0] == name else None
+        return math.inf if found is None else -found if best == "max" else found
+
+    ranked = sorted((one for one in finished if math.isfinite(value(one))), key=value)
+    stay = {one.path for one in ranked[: options.keep_best]}
+    return _delete([one for one in finished if one.path not in stay], options)
+
+
+def _larger(entries: Sequence[RunEntry]) -> bool:
+    return any(one.larger_is_better for one in entries)
+
+
+def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
+    """Delete runs after a question. Raises: RunDirectoryError; InUseError; CommandError without a terminal."""
+    for one in entries:
+        check_removable(Path(one.path))
+    if not options.json:
+        for one in entries:
+            print(f"{one.path}  {one.state}, step {one.steps}, {_bytes(one.size)}")
+    if entries and not options.yes:
+        total = _bytes(sum(one.size for one in entries))
+        question = f"delete {len(entries)} run{'s' if len(entries) > 1 else ''}, {total}? [y/N] "
+        if not sys.stdin.isatty():
+            given = "shoal runs without a terminal"
+            raise _refusal(given, "nobody can answer whether these runs are to be deleted", "add --yes")
+        if input(question).strip().lower() not in ("y", "yes"):
+            print("nothing is deleted")
+            return ExitCode.DONE
+    deleted = []
+    for one in entries:
+        try:
+            remove(Path(one.path))
+        except OSError as error:
+            raise _refusal(f"deleting {one.path}", f"{error.strerror or error}", "see what holds it") from error
+        deleted.append(one.path)
+    if options.json:
+        print(json.dumps({"deleted": deleted, "bytes": sum(one.size for one in entries)}, indent=2))
+    else:
+        print(f"deleted {len(deleted)} run{'s' if len(deleted) != 1 else ''}" if deleted else "nothing to delete")
+    return ExitCode.DONE
+
+
+def _bytes(value: float) -> str:
+    """Return bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+
+
+def _refusal(given: str, conflict: str, remedy: str) -> CommandError:
+    return CommandError(given=given, conflict=conflict, remedy=remedy)

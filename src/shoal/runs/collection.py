@@ -1,0 +1,247 @@
+"""Runs below a folder, each as one entry, read from the ends of their files; and their removal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import InUseError, RunDirectoryError
+from shoal.runs.attempts import Attempt, attempts_of
+from shoal.runs.directory import SESSION, RunDirectory, read_json
+from shoal.runs.directory_lock import claim, held_since, is_held
+from shoal.runs.source import COMMIT, read_source
+
+_DEPTH = 4  # folders below the given one in which runs are looked for
+_TAIL_BYTES = 1 << 16  # the end of a file of records that is read; a record has about 2 kB
+_CERTIFICATE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run.
+
+    Attributes:
+        kind: run, session or verify.
+        state: running, completed, preempted, failed or killed; of a certificate its verdict.
+        num_steps: steps that the run is to have; None if unknown.
+        best: metric, value and step of the best evaluation, or of the last one if the job watches no metric.
+        larger_is_better: direction of the watched metric; None if the job watches none.
+        seconds: time in which the run had its devices.
+        size: bytes on the disk; a file with several names counts once.
+        commit: git commit of its code, with a plus sign if there were uncommitted changes.
+    """
+
+    path: str
+    name: str
+    kind: str
+    job: str
+    state: str
+    steps: int
+    num_steps: int | None
+    loss: float | None
+    best: tuple[str, float, int | None] | None
+    larger_is_better: bool | None
+    devices: int | None
+    seconds: float | None
+    size: int
+    commit: str | None
+    began_at: float | None
+    settings: Mapping[str, Any]
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as a JSON value."""
+        document = asdict(self)
+        if self.best is not None:
+            document["best"] = dict(zip(("metric", "value", "step"), self.best, strict=True))
+        if self.began_at is not None:
+            document["began_at"] = datetime.fromtimestamp(self.began_at, UTC).isoformat(timespec="seconds")
+        return document
+
+
+def runs_below(folder: Path) -> Iterator[RunEntry]:
+    """Yield the runs in a folder and in the folders below it, by path. Links are not followed."""
+    if (folder / "job.json").exists() or (folder / _CERTIFICATE).exists():
+        yield entry_of(folder, folder.name)
+        return
+
+    def within(path: Path, depth: int) -> Iterator[RunEntry]:
+        try:
+            children = [one for one in os.scandir(path) if one.is_dir(follow_symlinks=False)]
+        except OSError:
+            return
+        for child in sorted(children, key=lambda one: one.name):
+            place = Path(child.path)
+            if (place / "job.json").exists() or (place / _CERTIFICATE).exists():
+                yield entry_of(place, place.relative_to(folder).as_posix())
+            elif depth > 1 and not child.name.startswith("."):
+                yield from within(place, depth - 1)
+
+    yield from within(folder, _DEPTH)
+
+
+def entry_of(path: Path, name: str) -> RunEntry:
+    """Return the entry of a run directory. Damaged and missing files leave their parts empty."""
+    files = RunDirectory(path)
+    job = read_json(files.job)
+    if job is None and not files.job.exists():
+        return _certificate(path, name)
+    job, result = job or {}, read_json(files.result) or {}
+    last, attempts = _last_record(files.records), _attempts(files.attempts)
+    source = read_source(path)
+    is_session = job.get("function") == SESSION
+    state = str(result.get("status") or "killed")
+    if is_held(path):
+        state = "running"
+    elif attempts and attempts[-1].ended_at is None:
+        state = "killed"
+    best, watched = result.get("best") or {}, str(job.get("watch") or "")
+    metric, value, step = best.get("metric"), best.get("value"), best.get("step")
+    if metric is None:
+        metrics = result.get("metrics") or last.get("metrics") or {}
+        metric = next(iter(metrics), None)
+        value, step = metrics.get(metric), last.get("step")
+    commit = source.get(COMMIT, {})
+    file = str(job.get("file") or job.get("module") or "")
+    function = "" if is_session or job.get("function") in ("job", None) else f":{job['function']}"
+    error = result.get("error") or {}
+    return RunEntry(
+        path=str(path),
+        name=name,
+        kind="session" if is_session else "run",
+        job=f"{os.path.basename(file)}{function}",
+        state=state,
+        steps=int(last.get("step") or result.get("steps") or 0),
+        num_steps=attempts[-1].num_steps if attempts else None,
+        loss=_number(last.get("loss", result.get("train_loss"))),
+        best=(metric, value, step) if metric is not None and _number(value) is not None else None,
+        larger_is_better=watched.endswith(":max") if watched else None,
+        devices=attempts[-1].world_size if attempts else result.get("world_size"),
+        seconds=_seconds(attempts, last, held_since(path) if state == "running" else None),
+        size=size_of(path),
+        commit=f"{commit['commit'][:8]}{'+' if commit.get('dirty') else ''}" if commit.get("commit") else None,
+        began_at=attempts[0].started_at if attempts else files.job.stat().st_mtime,
+        settings=job.get("settings") or {},
+        error=str(error.get("conflict") or error.get("kind") or "") or None,
+    )
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes that a folder has on the disk. A file with several names counts once; links count nothing."""
+    seen: dict[tuple[int, int], int] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                seen[status.st_dev, status.st_ino] = status.st_size
+    return sum(seen.values())
+
+
+def check_removable(path: Path) -> None:
+    """Check that a folder is a run that may be deleted. Raises: RunDirectoryError; InUseError."""
+    given = f"deleting {path}"
+    if any(one.is_symlink() for one in (path, *path.parents)):
+        real = path.resolve()
+        conflict, remedy = "the path goes through a link, and nothing behind a link is deleted", f"write {real}"
+    elif not path.is_dir():
+        conflict, remedy = "there is no such folder", "see: shoal runs"
+    elif not isinstance((read_json(path / "job.json") or {}).get("versions"), dict):
+        conflict, remedy = "it holds no job.json of shoal, so it may not be a run", "delete it by other means"
+    elif is_held(path):
+        raise InUseError(given=given, conflict="a process trains there now", remedy="stop it first")
+    else:
+        return
+    raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
+
+
+def remove(path: Path) -> None:
+    """Delete a run that `check_removable` passes, under its lock. Raises: as `check_removable`; OSError."""
+    check_removable(path)
+    lock = claim(path, lambda text: None)
+    try:
+        shutil.rmtree(path)
+    finally:
+        lock.release()
+
+
+def _certificate(path: Path, name: str) -> RunEntry:
+    document = read_json(path / _CERTIFICATE) or {}
+    job = document.get("job") or {}
+    commit = read_source(path).get(COMMIT, {}).get("commit")
+    return RunEntry(
+        path=str(path),
+        name=name,
+        kind="verify",
+        job=os.path.basename(str(job.get("file") or "")),
+        state=str(document.get("verdict") or "unknown"),
+        steps=int(document.get("steps") or 0),
+        num_steps=None,
+        loss=None,
+        best=None,
+        larger_is_better=None,
+        devices=None,
+        seconds=None,
+        size=size_of(path),
+        commit=commit[:8] if commit else None,
+        began_at=(path / _CERTIFICATE).stat().st_mtime,
+        settings=job.get("settings") or {},
+    )
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """Return the last complete line of a file of records, or nothing."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict) and "step" in document:
+            return document
+    return {}
+
+
+def _attempts(path: Path) -> tuple[Attempt, ...]:
+    lines = []
+    try:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict):
+                lines.append(document)
+    except OSError:
+        return ()
+    return attempts_of(lines)
+
+
+def _seconds(attempts: tuple[Attempt, ...], last: Mapping[str, Any], held: float | None) -> float | None:
+    """Return the sum of the attempts' times; an attempt without an end lasts to its last record, or until now."""
+    total = 0.0
+    for place, attempt in enumerate(attempts):
+        end = attempt.ended_at
+        if end is None and place == len(attempts) - 1:
+            end = datetime.now(UTC).timestamp() if held is not None else last.get("at")
+        total += max(0.0, (end or attempt.began_at) - attempt.started_at)
+    return total if attempts else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

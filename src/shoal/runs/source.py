@@ -1,0 +1,190 @@
+"""Source of a run: git commit, uncommitted changes, packages and command line, written beside the run's records."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from shoal.runs.directory import read_json, write_file
+
+FOLDER, COMMIT, PATCH, PACKAGES, COMMAND = "source", "commit.json", "uncommitted.patch", "packages.txt", "command.json"
+_MOST_PATCH_BYTES = 1_000_000
+_GIT_SECONDS = 10.0
+_SECRET_FILES = (".env*", "*.pem", "*key*", "*secret*")
+_SECRET_NAMES = ("*token*", "*password*", "*secret*", "*_key")
+_NO_SECRETS = ("*tokenizer*",)
+# Private keys, and access tokens of well-known services, in the text of a changed file.
+_SECRET_TEXT = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}|\bgh[opsu]_\w{30,}|\bhf_\w{30,}|\bsk-[\w-]{20,}|\bxox[abprs]-"
+)
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Return True if a setting's name and type suggest a secret. Numbers and flags are none."""
+    lower = name.lower()
+    if not isinstance(value, str) or any(fnmatch.fnmatch(lower, one) for one in _NO_SECRETS):
+        return False
+    return any(fnmatch.fnmatch(lower, one) for one in _SECRET_NAMES)
+
+
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with `<hidden>` and a digest in place of secret values, at any depth of mappings."""
+
+    def shown(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: shown(str(key), one) for key, one in value.items()}
+        if is_secret(name, value) and not value.startswith("<hidden>"):
+            return f"<hidden> {hashlib.sha256(value.encode()).hexdigest()[:16]}"
+        return value
+
+    return {name: shown(name, value) for name, value in settings.items()}
+
+
+def command_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return a command's arguments with `<hidden>` in place of the secret values of `--set NAME=VALUE`."""
+    shown = []
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--set=").partition("=")
+        name = name.rpartition(".")[2]
+        shown.append(f"{argument[: -len(value)]}<hidden>" if equals and value and is_secret(name, value) else argument)
+    return shown
+
+
+def write_source(directory: Path, code: Path, arguments: Sequence[str]) -> None:
+    """Write what `shoal runs reproduce` needs to a run directory, unless it is there already.
+
+    Args:
+        directory: the run directory.
+        code: folder of the job's code, which may be in a git checkout.
+        arguments: the command that began the run, with its program.
+    Raises: OSError.
+    """
+    folder = directory / FOLDER
+    if (folder / COMMAND).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    commit, patch = commit_of(code)
+    if patch:
+        write_file(folder / PATCH, patch)
+    write_file(folder / COMMIT, json.dumps(commit, indent=2) + "\n")
+    write_file(folder / PACKAGES, "".join(f"{line}\n" for line in _packages()))
+    command = {
+        "arguments": command_without_secrets(arguments),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    write_file(folder / COMMAND, json.dumps(command, indent=2) + "\n")
+
+
+def commit_of(code: Path) -> tuple[dict[str, Any], str]:
+    """Return the git commit of a folder, with what is left out of the patch, and the patch of uncommitted changes.
+
+    The commit is None outside of a checkout, with the reason. Only tracked text files are in the patch.
+    """
+
+    def git(*arguments: str) -> bytes:
+        known = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+        command = ["git", "-c", "core.fsmonitor=false", "-C", str(code), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, env=known, check=True)
+        return done.stdout
+
+    try:
+        root = git("rev-parse", "--show-toplevel").decode().rstrip("\n")
+        commit = git("rev-parse", "--verify", "HEAD").decode().strip()
+        changed = git("-C", root, "diff", "HEAD", "--numstat", "-z", "--no-renames").decode(errors="replace")
+        untracked = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py").decode(errors="replace")
+        texts, left_out = _chosen(changed)
+        patch = ""
+        if texts:
+            options = ("--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
+            whole = git("--literal-pathspecs", "-C", root, "diff", "HEAD", *options, "--", *texts)
+            patch = _joined(whole, texts, left_out)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        words = getattr(error, "stderr", None) or str(error).encode()
+        return {"commit": None, "reason": words.decode(errors="replace").strip().splitlines()[0][:200]}, ""
+    about: dict[str, Any] = {"commit": commit, "branch": None, "remote": None, "dirty": bool(changed)}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        about["branch"] = git("symbolic-ref", "--short", "HEAD").decode().strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        name = git("remote").decode().split()[0]
+        about["remote"] = _without_credentials(git("remote", "get-url", name).decode().strip())
+    with contextlib.suppress(ValueError):
+        about["folder"] = PurePosixPath(Path.cwd().resolve().relative_to(Path(root).resolve())).as_posix()
+    about["untracked"] = sorted(filter(None, untracked.split("\0")))[:100]
+    about["left_out"] = left_out
+    return about, patch
+
+
+def _chosen(numstat: str) -> tuple[list[str], dict[str, str]]:
+    """Return the changed text files of `git diff --numstat -z`, and the reasons of those that are left out."""
+    texts, left_out = [], {}
+    for entry in filter(None, numstat.split("\0")):
+        added, _, path = entry.split("\t", 2)
+        parts = PurePosixPath(path.lower()).parts
+        if any(fnmatch.fnmatch(part, one) for part in parts for one in _SECRET_FILES):
+            left_out[path] = "its name suggests a secret"
+        elif added == "-":
+            left_out[path] = "it is no text"
+        else:
+            texts.append(path)
+    return texts, left_out
+
+
+def _joined(diff: bytes, texts: Iterable[str], left_out: dict[str, str]) -> str:
+    """Return the parts of a diff, one for each file, that fit; add the other files to `left_out`."""
+    parts, size = [], 0
+    for path, part in zip(texts, re.split(rb"^(?=diff --git )", diff, flags=re.MULTILINE)[1:], strict=True):
+        try:
+            text = part.decode()
+        except UnicodeDecodeError:
+            left_out[path] = "it is not UTF-8"
+            continue
+        if _SECRET_TEXT.search(text):
+            left_out[path] = "its text looks like a secret"
+        elif size + len(part) > _MOST_PATCH_BYTES:
+            left_out[path] = "the patch has at most 1 MB"
+        else:
+            parts.append(text)
+            size += len(part)
+    return "".join(parts)
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.scheme or not parts.netloc:
+        return url  # a path, or the form git@host:path
+    user, at, host = parts.netloc.rpartition("@")
+    user = user.partition(":")[0] if parts.scheme == "ssh" else ""
+    return urlunsplit((parts.scheme, f"{user}{at}{host}" if user else host, parts.path, "", ""))
+
+
+def _packages() -> list[str]:
+    """Return the installed distributions as lines of a requirements file; local ones are comments."""
+    lines = set()
+    for one in importlib.metadata.distributions():
+        name = one.metadata["Name"]
+        if name:
+            local = one.read_text("direct_url.json")
+            lines.add(f"# {name}=={one.version} (installed from a local file)" if local else f"{name}=={one.version}")
+    return sorted(lines, key=str.lower)
+
+
+def read_source(directory: Path) -> dict[str, Any]:
+    """Return the records of a run's source by file name, without those that are missing or damaged."""
+    folder = directory / FOLDER
+    documents = {name: read_json(folder / name) for name in (COMMIT, COMMAND)}
+    return {name: document for name, document in documents.items() if document is not None}
