@@ -101,7 +101,8 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
         if not equals:
             raise _refusal(f"--filter {text}", "it is not NAME=VALUE", "write --filter state=failed, say")
         if name in _KEYS:
-            entries = [one for one in entries if value in (str(_KEYS[name](one)), _COLUMNS.get(name, _KEYS[name])(one))]
+            shown: Callable[[RunEntry], Any] = _COLUMNS.get(name) or _KEYS[name]
+            entries = [one for one in entries if value in (str(_KEYS[name](one)), str(shown(one)))]
         elif entries and not any(name in one.settings for one in entries):
             known = ", ".join((*_KEYS, *dict.fromkeys(key for one in entries for key in one.settings)))
             raise _refusal(f"--filter {text}", f"no run has {name}", f"take one of {known}")
@@ -337,15 +338,16 @@ def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         given, conflict = f"--metric {options.metric}", "it does not say which value is best"
         raise _refusal(given, conflict, f"write --metric {options.metric}:max, say")
     if not options.metric:
-        metrics = {(one.best[0] if one.best else None, one.larger_is_better) for one in finished if one.best}
-        if len(metrics) != 1 or None in next(iter(metrics), (None,)):
+        watched = {(one.best[0], one.larger_is_better) for one in finished if one.best}
+        name, larger = watched.pop() if len(watched) == 1 else ("", None)
+        if larger is None:
             names = sorted({one.best[0] for one in finished if one.best} | {"loss"})
             raise _refusal(
                 "shoal runs prune",
                 "the jobs do not watch one metric, so nothing says which run is better",
                 f"write --metric {names[0]}:min, say; known are {', '.join(names)}",
             )
-        name, best = metrics.pop()[0] or "", "max" if finished and _larger(finished) else "min"
+        best = "max" if larger else "min"
 
     def value(one: RunEntry) -> float:
         found = one.loss if name == "loss" else one.best[1] if one.best and one.best[0] == name else None
@@ -354,10 +356,6 @@ def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     ranked = sorted((one for one in finished if math.isfinite(value(one))), key=value)
     stay = {one.path for one in ranked[: options.keep_best]}
     return _delete([one for one in finished if one.path not in stay], options)
-
-
-def _larger(entries: Sequence[RunEntry]) -> bool:
-    return any(one.larger_is_better for one in entries)
 
 
 def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:

@@ -69,7 +69,7 @@ class RunEntry:
 
 def runs_below(folder: Path) -> Iterator[RunEntry]:
     """Yield the runs in a folder and in the folders below it, by path. Links are not followed."""
-    if (folder / "job.json").exists() or (folder / _CERTIFICATE).exists():
+    if (folder / "job.json").exists():
         yield entry_of(folder, folder.name)
         return
 
@@ -104,11 +104,10 @@ def entry_of(path: Path, name: str) -> RunEntry:
     elif attempts and attempts[-1].ended_at is None:
         state = "killed"
     best, watched = result.get("best") or {}, str(job.get("watch") or "")
-    metric, value, step = best.get("metric"), best.get("value"), best.get("step")
-    if metric is None:
-        metrics = result.get("metrics") or last.get("metrics") or {}
-        metric = next(iter(metrics), None)
-        value, step = metrics.get(metric), last.get("step")
+    metrics = result.get("metrics") or last.get("metrics") or {}
+    metric = best.get("metric") or watched.rpartition(":")[0] or next(iter(metrics), None)
+    value = _number(best.get("value", metrics.get(metric)))
+    step = best.get("step", last.get("step"))
     commit = source.get(COMMIT, {})
     file = str(job.get("file") or job.get("module") or "")
     function = "" if is_session or job.get("function") in ("job", None) else f":{job['function']}"
@@ -122,7 +121,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         steps=int(last.get("step") or result.get("steps") or 0),
         num_steps=attempts[-1].num_steps if attempts else None,
         loss=_number(last.get("loss", result.get("train_loss"))),
-        best=(metric, value, step) if metric is not None and _number(value) is not None else None,
+        best=(str(metric), value, step) if value is not None else None,
         larger_is_better=watched.endswith(":max") if watched else None,
         devices=attempts[-1].world_size if attempts else result.get("world_size"),
         seconds=_seconds(attempts, last, held_since(path) if state == "running" else None),

@@ -119,7 +119,7 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
     about: dict[str, Any] = {"commit": commit, "branch": None, "remote": None, "dirty": bool(changed)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         about["branch"] = git("symbolic-ref", "--short", "HEAD").decode().strip()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, IndexError, subprocess.SubprocessError):
         name = git("remote").decode().split()[0]
         about["remote"] = _without_credentials(git("remote", "get-url", name).decode().strip())
     with contextlib.suppress(ValueError):
