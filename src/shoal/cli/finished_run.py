@@ -14,6 +14,7 @@ from shoal.errors import JobFileError, RunDirectoryError, ShoalError
 from shoal.jobs.job_file import JobRequest, called, load, parse_target
 from shoal.jobs.job_module import is_path, split_target
 from shoal.jobs.job_object import is_job
+from shoal.jobs.secret_settings import without_hidden
 from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
@@ -94,7 +95,7 @@ class Run:
 
     def _job(self) -> Any:
         description = self.job
-        settings = tuple(description.get("given", {}).items())
+        settings = tuple(without_hidden(description.get("given", {})).items())
         if isinstance(self._given, str):
             return load(replace(parse_target(self._given, ()), settings=settings)).job
         path, function = Path(str(description.get("file"))), description.get("function")

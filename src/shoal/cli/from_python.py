@@ -71,6 +71,8 @@ def run(
     evaluate_every: int | None = None,
     keep_checkpoints: int | str | None = None,
     require_certificate: PathText | None = None,
+    no_source: bool = False,
+    private: bool = False,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
     trace: str | int | None = None,
@@ -104,6 +106,8 @@ def run(
     | `evaluate_every` | steps between evaluations (default: after each epoch) |
     | `keep_checkpoints` | how many of the newest checkpoints are kept, or "all"; default: 3, or as the resumed run |
     | `require_certificate` | train only what `shoal verify` has verified |
+    | `no_source` | do not record the git commit, uncommitted changes, packages and command line |
+    | `private` | only you may read the run directory (mode 0700) |
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place |
     | `trace` | steps to profile for Perfetto, of all ranks: 10 or "10-12" |

@@ -18,6 +18,7 @@ from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
 from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError
 from shoal.jobs.job_file import load, parse_target, setting_text
+from shoal.jobs.secret_settings import without_hidden
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep, account_of
 from shoal.plans.plan import Plan, plan_text, read_plan
@@ -189,7 +190,7 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
 def _settings(given: Any) -> list[str]:
     """Return a run's settings as command-line words. Raises: CommandError if a setting cannot be written as a word."""
     words: list[str] = []
-    for name, setting in given.items() if isinstance(given, dict) else ():
+    for name, setting in without_hidden(given).items() if isinstance(given, dict) else ():
         is_setting = isinstance(setting, str) or (isinstance(setting, dict) and "value" in setting)
         words += ["--set", f"{name}={setting_text(name, setting if is_setting else {'value': setting})}"]
     return words

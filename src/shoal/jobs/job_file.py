@@ -19,6 +19,7 @@ from shoal.errors import CommandError, JobFileError, SettingError, ShoalError, n
 from shoal.jobs.job import Job
 from shoal.jobs.job_module import JobModule, code, files_read, imported_from, located, sources, split_target
 from shoal.jobs.job_object import HandedJob
+from shoal.jobs.secret_settings import without_secrets
 from shoal.jobs.user_errors import NO_PACKAGE, place_of, remedy, traceback_of
 from shoal.plans.grains import FEW_GRAINS
 
@@ -71,7 +72,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A Job with the function and the complete settings (JSON values) that created it."""
+    """A Job with the function and the complete settings (JSON values, secrets hidden) that created it."""
 
     job: Job
     function: str
@@ -199,8 +200,7 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
             remedy="end the function with: return shoal.Job(...)",
         )
     complete = {name: p.default for name, p in inspect.signature(given).parameters.items()} | values
-    settings: dict[str, Any] = json.loads(json.dumps(complete, default=str))
-    return job, settings
+    return job, without_secrets(json.loads(json.dumps(complete, default=str)))
 
 
 def _execute(module: JobModule) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ class RunDirectory:
         else:
             return
         raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
+
+
+@contextlib.contextmanager
+def guarded_files(private: bool) -> Iterator[None]:
+    """Let no new file or folder of this process be writable by others; with `private`, not readable either.
+
+    The umask may be stricter. Processes that are started in the context inherit it.
+    """
+    before = os.umask(0o077)
+    os.umask(before | (0o077 if private else 0o022))
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> Path:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ExitCode, FencedError, InUseError, RunDirectoryError
+from shoal.jobs.secret_settings import command_without_secrets
 from shoal.runs.directory import read_json, write_aside
 
 NAME = "lock.json"
@@ -81,7 +82,7 @@ class Holder:
         pid, started = os.getpid(), datetime.now(UTC).strftime(_SINCE)
         path = Path(sys.argv[0] if sys.argv else "")
         name = path.parent.name if path.name == "__main__.py" else path.name
-        command = shlex.join([name or platform.python_implementation(), *sys.argv[1:]])
+        command = shlex.join([name or platform.python_implementation(), *command_without_secrets(sys.argv[1:])])
         return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, command, uuid.uuid4().hex)
 
     @property

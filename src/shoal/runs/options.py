@@ -348,6 +348,15 @@ class Course:
         page="trains only what was verified",
         refused="a certificate of another job, plan or version",
     )
+    no_source: bool = switch(
+        "do not record the git commit, uncommitted changes, packages and command line",
+        page="records no [source](runs.md#a-run-again): no commit, no uncommitted changes, no packages, no command",
+    )
+    private: bool = switch(
+        "only you may read the run directory (mode 0700)",
+        page="only you may read the run directory (mode 0700); without it your umask decides, and nobody else may "
+        "write there",
+    )
     no_telemetry: bool = switch("no spans and no step records", compared=str, page="no spans, no step records")
     track: tuple[TrackerName, ...] = option(
         "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be given several times",

@@ -4,62 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from shoal.jobs.secret_settings import command_without_secrets
 from shoal.runs.directory import read_json, write_file
+from shoal.runs.directory_lock import NAME as LOCK
 
 FOLDER, COMMIT, PATCH, PACKAGES, COMMAND = "source", "commit.json", "uncommitted.patch", "packages.txt", "command.json"
 _MOST_PATCH_BYTES = 1_000_000
 _GIT_SECONDS = 10.0
 _SECRET_FILES = (".env*", "*.pem", "*key*", "*secret*")
-_SECRET_NAMES = ("*token*", "*password*", "*secret*", "*_key")
-_NO_SECRETS = ("*tokenizer*",)
 # Private keys, and access tokens of well-known services, in the text of a changed file.
 _SECRET_TEXT = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}|\bgh[opsu]_\w{30,}|\bhf_\w{30,}|\bsk-[\w-]{20,}|\bxox[abprs]-"
 )
-
-
-def is_secret(name: str, value: object) -> bool:
-    """Return True if a setting's name and type suggest a secret. Numbers and flags are none."""
-    lower = name.lower()
-    if not isinstance(value, str) or any(fnmatch.fnmatch(lower, one) for one in _NO_SECRETS):
-        return False
-    return any(fnmatch.fnmatch(lower, one) for one in _SECRET_NAMES)
-
-
-def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with `<hidden>` and a digest in place of secret values, at any depth of mappings."""
-
-    def shown(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: shown(str(key), one) for key, one in value.items()}
-        if is_secret(name, value) and not value.startswith("<hidden>"):
-            return f"<hidden> {hashlib.sha256(value.encode()).hexdigest()[:16]}"
-        return value
-
-    return {name: shown(name, value) for name, value in settings.items()}
-
-
-def command_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with `<hidden>` in place of the secret values of `--set NAME=VALUE`."""
-    shown = []
-    for argument in arguments:
-        name, equals, value = argument.removeprefix("--set=").partition("=")
-        name = name.rpartition(".")[2]
-        shown.append(f"{argument[: -len(value)]}<hidden>" if equals and value and is_secret(name, value) else argument)
-    return shown
 
 
 def write_source(directory: Path, code: Path, arguments: Sequence[str]) -> None:
@@ -88,6 +60,25 @@ def write_source(directory: Path, code: Path, arguments: Sequence[str]) -> None:
         "platform": platform.platform(),
     }
     write_file(folder / COMMAND, json.dumps(command, indent=2) + "\n")
+
+
+def writing_source(directory: Path, code: Path) -> threading.Thread:
+    """Start a thread that does `write_source`, since git and the list of packages take tenths of a second.
+
+    The command is that which has locked the directory. An error becomes a warning.
+    """
+    command = (read_json(directory / LOCK) or {}).get("command")
+    arguments = shlex.split(command) if isinstance(command, str) else sys.argv
+
+    def write() -> None:
+        try:
+            write_source(directory, code, arguments)
+        except OSError as error:
+            warnings.warn(f"the run's source is not recorded: {error}", RuntimeWarning, stacklevel=2)
+
+    thread = threading.Thread(target=write, name="source of the run")
+    thread.start()
+    return thread
 
 
 def commit_of(code: Path) -> tuple[dict[str, Any], str]:

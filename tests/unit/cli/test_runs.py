@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         9.0,
         None,
         status="failed",
+        metrics={"accuracy": None},
         error={"kind": "NonFinite", "conflict": "a loss of nan"},
     )
     return tmp_path / "runs"

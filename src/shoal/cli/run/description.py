@@ -24,6 +24,7 @@ from shoal.jobs.job import Epochs, Progress, Samples, Steps
 from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
 from shoal.jobs.job_module import FREE, LENGTHS, digests_of
 from shoal.jobs.same_job import differing_fields
+from shoal.jobs.secret_settings import is_hidden, without_secrets
 from shoal.numerics.generators import generators_kept
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
@@ -56,6 +57,7 @@ def describe(
                 (saved or {}).get("data", {}),
             ),
         }
+    watched = loaded.job.watched
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
         "file": str(request.what.job.path),
@@ -65,10 +67,11 @@ def describe(
         "settings": loaded.settings,
         "code": loaded.code,
         **digests,
-        "given": dict(request.what.job.settings),
+        "given": without_secrets(dict(request.what.job.settings)),
         "by_value": request.what.job.by_value,
         **request.course.saved(),
         **loaded.job.describe(),
+        "watch": f"{watched[0]}:{'max' if watched[1] else 'min'}" if watched is not None else None,
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
         "parameters": engine.num_parameters,
@@ -126,6 +129,7 @@ _MAY_CHANGE = (
     "on_nonfinite",
     "versions",
     "certificate",
+    "watch",
 )
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
 _MOST_COMPARED = 1000  # number of steps of a schedule, or entries of a list, to compare
@@ -184,7 +188,7 @@ def accepted_changes(
 
 def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
     """Check whether the job's settings must be the same: given equally, with defaults from an unchanged file."""
-    if dict(job.settings) != saved.get("given") or job.handed is not None:
+    if without_secrets(dict(job.settings)) != saved.get("given") or job.handed is not None:
         return False
     try:
         return file_sha256(job.path) == saved.get("file_sha256")
@@ -205,7 +209,7 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
     behind = _left_behind()
     old: dict[str, Any] = saved.get("settings", {})
     apart = [name for name in old if name in now.settings and old[name] != now.settings[name]]
-    if not apart or set(old) != set(now.settings):
+    if not apart or set(old) != set(now.settings) or any(is_hidden(old[name]) for name in apart):
         return None
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in old.items()}  # for --set
     given = {**dict(request.settings), **{name: texts[name] for name in apart}}

@@ -20,6 +20,7 @@ from shoal.cli.run.submit import RunEnd, started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest, parse_target
+from shoal.jobs.secret_settings import without_hidden
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
@@ -33,7 +34,7 @@ from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.attempts import Events
-from shoal.runs.directory import RunDirectory, default_directory, read_json
+from shoal.runs.directory import RunDirectory, default_directory, guarded_files, read_json
 from shoal.runs.directory_lock import DirectoryLock, withdraw
 from shoal.runs.options import Course, Origin, course_of, declared, initial_weights, whole_number
 from shoal.runs.request import RunRequest, What, Where, claim_directory, devices_here, dumped, loaded
@@ -297,7 +298,7 @@ def run(options: RunOptions) -> int:
     """Train in this process, as a rank of a launcher, or with ranks that are started here or on an engine."""
     if REQUEST_FILE in os.environ:
         return _run(options)
-    with at_address(options) as options:
+    with guarded_files(options.private), at_address(options) as options:
         return _run(options)
 
 
@@ -420,7 +421,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job) if options.resume else None
     if saved:
-        job = replace(job, settings=tuple({**saved.get("given", {}), **dict(job.settings)}.items()))
+        job = replace(job, settings=tuple({**without_hidden(saved.get("given", {})), **dict(job.settings)}.items()))
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))

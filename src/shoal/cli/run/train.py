@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -48,12 +49,13 @@ from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.plans.legal import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, Events, StartUp, call_began_at, mtbf_seconds
-from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.directory import RunDirectory, guarded_files, read_json
 from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.resize import ResizeWish
+from shoal.runs.source import writing_source
 from shoal.training.loop.between_steps import Outcome
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
@@ -93,6 +95,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     start_up.ends("launch")
     with contextlib.ExitStack() as held:  # holds the directory's lock until the last file is written
         try:
+            held.enter_context(guarded_files(request.course.private))
             held.enter_context(_fenced(request, environment))
             prepare_process(request.what.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before the job is loaded here
@@ -293,6 +296,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     num_steps = request.course.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
+    source: threading.Thread | None = None
     try:
         initial = engine.initial_weights if state is None else None  # restarted ranks have the same options but a state
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(initial.lines() if initial else ())):
@@ -301,6 +305,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             mesh,
             lambda: write_description(directory, engine, description, request.where.fence) if mesh.rank == 0 else None,
         )
+        if mesh.rank == 0 and not request.course.no_source:
+            source = writing_source(directory.path, request.what.job.path.parent)
         if initial is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
         try:
@@ -326,6 +332,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         if unsaved is not None:
             raise unsaved
     finally:
+        if source is not None:
+            source.join()
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
 
