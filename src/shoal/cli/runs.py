@@ -163,13 +163,13 @@ def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
     from shoal.runs.address import is_address
     from shoal.runs.run_files import run_reader
 
-    found = []
+    accounts = []
     for word in words:
         place = word if is_address(word) else _entry(word).path
         with run_reader(place) as reader:
             files = reader.read()
-        found.append((account_of(files), files.records))
-    runs = named(found)
+        accounts.append((account_of(files), files.records))
+    runs = named(accounts)
     names = [one.name for one in runs]
     rows, results = differing([one.account for one in runs]), []
     for label, values in (
@@ -350,8 +350,8 @@ def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         best = "max" if larger else "min"
 
     def value(one: RunEntry) -> float:
-        found = one.loss if name == "loss" else one.best[1] if one.best and one.best[0] == name else None
-        return math.inf if found is None else -found if best == "max" else found
+        number = one.loss if name == "loss" else one.best[1] if one.best and one.best[0] == name else None
+        return math.inf if number is None else -number if best == "max" else number
 
     ranked = sorted((one for one in finished if math.isfinite(value(one))), key=value)
     stay = {one.path for one in ranked[: options.keep_best]}
