@@ -310,7 +310,7 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
         words = ["shoal", *arguments[1:]]
     if words[:2] != ["shoal", "run"] or job.get("function") == SESSION:
         return shlex.join(["python", *arguments]) + "  # with another directory"
-    kept, skip = [], False
+    same, skip = [], False
     for word in words:
         flag = word.partition("=")[0]
         if skip:
@@ -318,8 +318,8 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
         elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster"):
             skip = "=" not in word
         elif word not in ("--resume", "--resume-if-exists", "--verify"):
-            kept.append(word)
-    return shlex.join([*kept, "--plan", str(folder / "plan.toml"), "--out", f"runs/{folder.name}-again"])
+            same.append(word)
+    return shlex.join([*same, "--plan", str(folder / "plan.toml"), "--out", f"runs/{folder.name}-again"])
 
 
 def _entry(word: str) -> RunEntry:

@@ -231,13 +231,13 @@ def _attempts(path: Path) -> tuple[Attempt, ...]:
     return attempts_of(lines)
 
 
-def _seconds(attempts: tuple[Attempt, ...], last: Mapping[str, Any], held: float | None) -> float | None:
+def _seconds(attempts: tuple[Attempt, ...], last: Mapping[str, Any], since: float | None) -> float | None:
     """Return the sum of the attempts' times; an attempt without an end lasts to its last record, or until now."""
     total = 0.0
     for place, attempt in enumerate(attempts):
         end = attempt.ended_at
         if end is None and place == len(attempts) - 1:
-            end = datetime.now(UTC).timestamp() if held is not None else last.get("at")
+            end = datetime.now(UTC).timestamp() if since is not None else last.get("at")
         total += max(0.0, (end or attempt.began_at) - attempt.started_at)
     return total if attempts else None
 
