@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,8 @@ from shoal.errors import JobError
 from shoal.numerics.buffer_rules import TAKEN, declared_rules, defined_rules
 from shoal.numerics.flat import views_of
 from shoal.numerics.precision import numbers
+from shoal.numerics.python_state import same_bits
 
-T = TypeVar("T")
 _RUNNING, _WEIGHTS = ("running_mean", "running_var"), ("weight", "bias")
 
 
@@ -37,14 +37,25 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
     """
     running = {name: given[name] for name in _RUNNING if given.get(name) is not None}
     own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
-    normalised = _as_channels if _is_launch_bound(given["input"], parts) else _one_by_one
-    whole = normalised(parts, given, own)
-    rows = len(given["input"])
+    input, grains = given["input"], len(parts)
+    if _is_launch_bound(input, parts):  # one call, which treats each grain's channels as separate channels
+        rows, channels, *rest = parts[0].shape
+        beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
+        flat = {name: values.view(-1) for name, values in own.items()}
+        flat |= {name: given[name].expand(grains, -1).reshape(-1) for name in _WEIGHTS if given.get(name) is not None}
+        normal = F.batch_norm(**{**given, "input": beside, **flat})
+        whole = normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
+    else:
+        outputs = [
+            F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in own.items()}})
+            for place, part in enumerate(parts)
+        ]
+        whole = outputs[0] if grains == 1 else torch.cat(outputs)
     for name, values in own.items():  # the backward reads the values, so nothing writes them
-        if _are_alike(parts):
+        if len(set(map(len, parts))) == 1:
             torch.mean(values, 0, out=running[name])
         else:
-            shares = torch._foreach_mul(values.unbind(), [len(part) / rows for part in parts])
+            shares = torch._foreach_mul(values.unbind(), [len(part) / len(input) for part in parts])
             running[name].copy_(torch.stack(shares).sum(0))
     return whole
 
@@ -54,31 +65,7 @@ def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
 
     Channels-last inputs return False: one call would convert them to another format and back.
     """
-    return len(parts) > 1 and input.is_cuda and input.is_contiguous() and _are_alike(parts)
-
-
-def _are_alike(parts: Sequence[Tensor]) -> bool:
-    return len(set(map(len, parts))) == 1
-
-
-def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
-    """Normalise one grain after the other; `running` statistics have a row for each grain."""
-    outputs = [
-        F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in running.items()}})
-        for place, part in enumerate(parts)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
-    """Normalise grains of one size in one call, which treats each grain's channels as separate channels."""
-    grains, input = len(parts), given["input"]
-    rows, channels, *rest = parts[0].shape
-    beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
-    own = {name: values.view(-1) for name, values in running.items()}
-    own |= {name: given[name].expand(grains, -1).reshape(-1) for name in _WEIGHTS if given.get(name) is not None}
-    normal = F.batch_norm(**{**given, "input": beside, **own})
-    return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
+    return len(parts) > 1 and input.is_cuda and input.is_contiguous() and len(set(map(len, parts))) == 1
 
 
 # Base of the digits of integers. The highest digit is not limited: see parallel.data.replicated.to_limbs.
@@ -89,32 +76,62 @@ _BASE, _NUM_DIGITS = 4096, 4
 class _Block:
     """Buffers of one rule and dtype, consecutive in the vector.
 
-    `lengths`: elements of each buffer. `index`: int64, for each element the buffer's place among `names`.
+    `is_whole`: True if the values are integers. `lengths`: elements of each buffer. `index`: int64, for each element
+    the buffer's place among `names`. `size`: number of values in the vector.
     """
 
     rule: str
     dtype: torch.dtype
+    is_whole: bool
     names: tuple[str, ...]
     lengths: tuple[int, ...]
     slots: int
     index: Tensor
+    size: int
 
-    @property
-    def is_whole(self) -> bool:
-        return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
-    @property
-    def width(self) -> int:
-        """Number of values per element."""
-        if self.rule in TAKEN:
-            return max(1, self.dtype.itemsize // 2)
-        return _NUM_DIGITS if self.is_whole and self.rule != "mean" else 1 + self.dtype.is_complex
+class ModelBuffers:
+    """Buffers of a model, found in the dicts of its modules each time, since a forward may replace a tensor."""
 
-    @property
-    def size(self) -> int:
-        """Number of values in all. Each slot has a key for each buffer, then the values."""
-        values = sum(self.lengths) * self.width
-        return self.slots * (len(self.names) + values) if self.rule in TAKEN else values
+    def __init__(self, model: nn.Module) -> None:
+        # Walking the modules each time is slow.
+        self.homes: dict[str, tuple[dict[str, Any], str]] = {}
+        # Parameters without gradient, such as a teacher that the forward averages.
+        self.frozen: dict[str, tuple[dict[str, Any], str]] = {}
+        for prefix, module in model.named_modules():
+            for key, value in module._buffers.items():
+                if value is not None:
+                    self.homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
+            for key, value in module._parameters.items():
+                if value is not None and not value.requires_grad:
+                    self.frozen[f"{prefix}.{key}" if prefix else key] = module._parameters, key
+        # A stage of a pipeline may have no parameter.
+        devices = (p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta)
+        self.device = next(devices, torch.device("cpu"))
+
+    def now(self, name: str) -> Tensor:
+        """Return a buffer's current tensor."""
+        home, key = self.homes[name]
+        value: Tensor | None = home[key]
+        assert value is not None, f"buffer {name} was removed"
+        return value
+
+    def version(self, name: str) -> tuple[int, int]:
+        """Return a value that differs once a buffer was written or replaced."""
+        value = self.now(name)
+        return id(value), value._version
+
+    def values(self) -> dict[str, Tensor]:
+        """Return copies of all buffers on this rank by name."""
+        tensors = {name: self.now(name).detach() for name in self.homes}
+        return {name: value.clone() for name, value in tensors.items() if not value.is_meta}
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Set buffers to a result of `values()`. Raises: JobError if a forward has changed a buffer's shape."""
+        for name, value in values.items():
+            if self.now(name).shape != value.shape:
+                raise _reshaped(name, self.now(name).shape, value.shape)
+        _copy([(self.now(name), value) for name, value in values.items()])
 
 
 class StepBuffers:
@@ -127,109 +144,77 @@ class StepBuffers:
         *,
         declared: Mapping[str, str] | None = None,
         slots: int = 1,
+        slot: int = 0,
         last_grain: Callable[[int], int] | None = None,
     ) -> None:
         """Collect the model's buffers. Raises: JobError if a declared pattern matches no buffer.
 
         `counts`: whether the sum over ranks includes this rank's value of a name; of equal values it includes one.
-        `declared`: a job's rules by patterns of names. `slots`: number of ranks with different grains. `last_grain`:
-        returns a step's last grain, if that is known before the step is read.
+        `declared`: a job's rules by patterns of names. `slots`: number of ranks with different grains. `slot`: this
+        rank's number among them. `last_grain`: returns a step's last grain, if that is known before the step is read.
         """
+        self.model = now = ModelBuffers(model)
+        homes = now.homes
         self.names: tuple[str, ...] = ()
-        self._counts = counts
-        # Parameters without gradient, such as a teacher that the forward averages, are watched once they are named.
-        self._frozen = {
-            f"{prefix}.{key}" if prefix else key: (module._parameters, key)
-            for prefix, module in model.named_modules()
-            for key, value in module._parameters.items()
-            if value is not None and not value.requires_grad
-        }
-        # The dict of each buffer, since a forward may replace the tensor. Walking the modules each time is slow.
-        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
-        for prefix, module in model.named_modules():
-            for key, value in module._buffers.items():
-                if value is not None:
-                    self._homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
-        # A stage of a pipeline may have no parameter.
-        held = (p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta)
-        self._device = next(held, torch.device("cpu"))
-        self.declared = declared_rules(declared or {}, self._homes)
-        self._defined = {name: rule for name, rule in defined_rules(model).items() if name in self._homes}
-        self._slots, self._slot, self._last_grain = slots, 0, last_grain
+        self.num_values = 0  # number of values that a microbatch contributes
+        self.declared = declared_rules(declared or {}, homes)
+        # The rules of buffers that torch defines or the job declares.
+        self.settled = {name: rule for name, rule in defined_rules(model).items() if name in homes} | self.declared
+        self.slot = slot
+        self._counts, self._slots, self._last_grain = counts, slots, last_grain
         self._blocks: list[_Block] = []
-        self.num_values = 0  # that a microbatch contributes
         # Keys and values in this rank's slot, for each block with values of one microbatch.
-        self._taken: dict[_Block, tuple[list[int], Tensor]] = {}
+        self._in_slot: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
         # Versions and values of buffers that are not known to change, in case a forward changes them after all.
         self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        self._shapes = {name: self._now(name).shape for name in self._homes}  # the same on all ranks
-        self._kinds = {name: self._now(name).dtype for name in self._homes}
-        self.is_empty = not self._homes  # the model has none
-        self.nothing = torch.zeros(0, dtype=torch.float64, device=self._device)  # the contribution without buffers
-
-    def _now(self, name: str) -> Tensor:
-        home, key = self._homes[name]
-        value: Tensor | None = home[key]
-        assert value is not None, f"buffer {name} was removed"
-        return value
+        self._shapes = {name: now.now(name).shape for name in homes}  # the same on all ranks
+        self._kinds = {name: now.now(name).dtype for name in homes}
+        self.is_empty = not homes  # the model has none
+        self.nothing = torch.zeros(0, dtype=torch.float64, device=now.device)  # the contribution without buffers
 
     def watch(self, names: Iterable[str] | None = None, rules: Mapping[str, str] | None = None) -> None:
         """Set the names of the buffers that change (None: all buffers), and the rules that were inferred for them."""
-        for name in self._frozen.keys() & set(names or ()) - self._homes.keys():
-            self._homes[name] = self._frozen[name]
-            self._shapes[name], self._kinds[name] = self._now(name).shape, self._now(name).dtype
-        self.is_empty = not self._homes
-        self.names = tuple(sorted(self._homes if names is None else names))
-        of = {name: self.settled(name) or (rules or {}).get(name, "mean") for name in self.names}
+        homes, frozen = self.model.homes, self.model.frozen
+        for name in frozen.keys() & set(names or ()) - homes.keys():
+            homes[name] = frozen[name]
+            self._shapes[name], self._kinds[name] = self.model.now(name).shape, self.model.now(name).dtype
+        self.is_empty = not homes
+        self.names = tuple(sorted(homes if names is None else names))
         groups: dict[tuple[str, torch.dtype], list[str]] = {}
         for name in self.names:
-            groups.setdefault((of[name], self._kinds[name]), []).append(name)
-        self._taken, self._blocks = {}, []
+            rule = self.settled.get(name) or (rules or {}).get(name, "mean")
+            groups.setdefault((rule, self._kinds[name]), []).append(name)
+        self._in_slot, self._blocks = {}, []
         for (rule, kind), own in groups.items():
-            one_slot = rule in ("last", "same") and self._last_grain is not None
+            is_whole = not (kind.is_floating_point or kind.is_complex)
+            slots = 1 if rule in ("last", "same") and self._last_grain is not None else self._slots
             lengths = tuple(self._shapes[name].numel() for name in own)
-            index = torch.repeat_interleave(torch.tensor(lengths)).to(self._device)
-            self._blocks.append(_Block(rule, kind, tuple(own), lengths, 1 if one_slot else self._slots, index))
+            if rule in TAKEN:  # each slot has a key for each buffer, then the values
+                size = slots * (len(own) + sum(lengths) * max(1, kind.itemsize // 2))
+            else:
+                size = sum(lengths) * (_NUM_DIGITS if is_whole and rule != "mean" else 1 + kind.is_complex)
+            index = torch.repeat_interleave(torch.tensor(lengths)).to(self.model.device)
+            self._blocks.append(_Block(rule, kind, is_whole, tuple(own), lengths, slots, index, size))
         self.num_values = sum(block.size for block in self._blocks)
-
-    def settled(self, name: str) -> str | None:
-        """Return the rule of a buffer if the job declares it or torch defines it, else None."""
-        return self.declared.get(name) or self._defined.get(name)
-
-    def move(self, slot: int) -> None:
-        """Set the slot that this rank writes: the rank's number among the ranks with different grains."""
-        self._slot = slot
 
     def begin(self) -> None:
         """Save the values of the buffers at the beginning of a step."""
-        if not self._homes:
+        model = self.model
+        if not model.homes:
             return
-        now = {name: self._now(name).detach() for name in self.names if not self._now(name).is_meta}
+        now = {name: model.now(name).detach() for name in self.names if not model.now(name).is_meta}
         self._saved = {name: torch.empty_like(value) for name, value in now.items()}
         _copy([(self._saved[name], value) for name, value in now.items()])
-        self._still = {name: kept for name, kept in self._still.items() if name not in self._saved}
-        for name in self._homes.keys() - self._saved.keys():
-            value, mark = self._now(name), self._version(name)
-            if not value.is_meta and (name not in self._still or self._still[name][0] != mark):
-                self._still[name] = mark, value.detach().clone()
-        self._changed, self._taken = set(), {}
-        self._mark()
-
-    def _mark(self) -> None:
-        self._versions = {name: self._version(name) for name in self._homes}
-
-    def _version(self, name: str) -> tuple[int, int]:
-        value = self._now(name)
-        return id(value), value._version
-
-    def _is_written(self, name: str) -> bool:
-        if self._version(name) != self._versions.get(name):
-            return True
-        before = self._saved.get(name)  # a write through `.data` counts no version
-        return before is not None and not _same(self._now(name), before)
+        self._still = {name: copy for name, copy in self._still.items() if name not in self._saved}
+        self._versions = {name: model.version(name) for name in model.homes}
+        for name in model.homes.keys() - self._saved.keys():
+            value, version = model.now(name), self._versions[name]
+            if not value.is_meta and (name not in self._still or self._still[name][0] != version):
+                self._still[name] = version, value.detach().clone()
+        self._changed, self._in_slot = set(), {}
 
     def changed(self) -> set[str]:
         """Return the names of the buffers that were written or replaced since `begin`."""
@@ -237,27 +222,15 @@ class StepBuffers:
 
     def written(self) -> set[str]:
         """Return the names of the buffers that were written or replaced since `begin` or the last `restore`."""
-        return {name for name, mark in self._versions.items() if self._version(name) != mark}
+        return {name for name, version in self._versions.items() if self.model.version(name) != version}
 
     def moved(self, *, every: bool = False) -> set[str]:
         """Return buffers that are not known to change but have another value since `begin`; waits for the device.
 
         `every`: also compare buffers without a recorded write, because torch's own batch_norm records none.
         """
-        written = (set(self._homes) if every else self.changed()).difference(self.names)
-        return {name for name in written if name in self._still and not _same(self._now(name), self._still[name][1])}
-
-    def values(self) -> dict[str, Tensor]:
-        """Return copies of all buffers on this rank by name."""
-        held = {name: self._now(name).detach() for name in self._homes}
-        return {name: value.clone() for name, value in held.items() if not value.is_meta}
-
-    def put(self, values: Mapping[str, Tensor]) -> None:
-        """Set buffers to a result of `values()`. Raises: JobError if a forward has changed a buffer's shape."""
-        for name, value in values.items():
-            if self._now(name).shape != value.shape:
-                raise _reshaped(name, self._now(name).shape, value.shape)
-        _copy([(self._now(name), value) for name, value in values.items()])
+        written = (set(self.model.homes) if every else self.changed()).difference(self.names)
+        return {n for n in written if n in self._still and not same_bits(self.model.now(n), self._still[n][1])}
 
     def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:
         """Return the contribution of a microbatch of `num_samples`, flat float64 [num_values]. Mutates the slots.
@@ -268,8 +241,8 @@ class StepBuffers:
         if not self.names:
             return self.nothing
         for name in self.names:
-            if self._now(name).shape != self._shapes[name]:
-                raise _reshaped(name, self._shapes[name], self._now(name).shape)
+            if self.model.now(name).shape != self._shapes[name]:
+                raise _reshaped(name, self._shapes[name], self.model.now(name).shape)
         parts = []
         for block in self._blocks:
             if block.rule in TAKEN:
@@ -277,85 +250,94 @@ class StepBuffers:
                 continue
             is_exact = block.is_whole and block.rule != "mean"
             wide = Tensor.long if is_exact else numbers
-            found = wide(self._flat(block))
+            values = wide(self._flat(block))
             if block.rule == "sum" or again:
-                found = found - wide(self._flat(block, self._saved))
-            found = _digits(found) if is_exact else found.flatten()
-            parts.append(found * num_samples if block.rule == "mean" else found)
+                values = values - wide(self._flat(block, self._saved))
+            if is_exact:  # integers, int64 [n], become digits, float64 [_NUM_DIGITS * n]
+                digits = []
+                for _ in range(_NUM_DIGITS - 1):
+                    digits.append(values.remainder(_BASE))
+                    values = values.div(_BASE, rounding_mode="floor")
+                values = torch.cat([*digits, values]).double()
+            else:
+                values = values.flatten()
+            parts.append(values * num_samples if block.rule == "mean" else values)
         return torch.cat(parts)
 
     def zeros(self) -> Tensor:
         """Return the contribution of a microbatch of weight zero."""
         if not self.names:
             return self.nothing
-        return torch.zeros(self.num_values, dtype=torch.float64, device=self._device)
+        return torch.zeros(self.num_values, dtype=torch.float64, device=self.model.device)
 
     def _flat(self, block: _Block, of: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return a block's values in its dtype, with zero for buffers that another rank has or counts."""
         parts = []
         for name, length in zip(block.names, block.lengths, strict=True):
-            now = self._now(name) if of is None else of.get(name)
+            now = self.model.now(name) if of is None else of.get(name)
             if now is None or now.is_meta or not self._counts(name):
-                parts.append(torch.zeros(length, dtype=block.dtype, device=self._device))
+                parts.append(torch.zeros(length, dtype=block.dtype, device=self.model.device))
             else:
                 parts.append(now.detach().flatten().to(block.dtype))
         return torch.cat(parts)
 
     def _slotted(self, block: _Block, step: int, grain: int, again: bool) -> Tensor:
         """Return a microbatch's changes to this rank's slot: keys of the buffers, and their values as words."""
-        count, found = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self._device)
-        held_keys, held = self._taken.get(block, ([0] * count, self._flat(block, {})))
+        count, table = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self.model.device)
+        old_keys, old = self._in_slot.get(block, ([0] * count, self._flat(block, {})))
         is_one = block.rule in ("last", "same")
-        if is_one and self._is_passed(step, grain, max(held_keys)):
-            return found
-        keys, chosen = list(held_keys), []
-        pieces = zip(block.names, self._flat(block).split(block.lengths), held.split(block.lengths), strict=True)
+        if is_one:  # another microbatch may give the last value: of the step, or of this rank so far
+            last_grain = self._last_grain
+            if grain != last_grain(step) if last_grain is not None else grain + 1 < max(old_keys):
+                return table
+        keys, chosen = list(old_keys), []
+        pieces = zip(block.names, self._flat(block).split(block.lengths), old.split(block.lengths), strict=True)
         for place, (name, now, before) in enumerate(pieces):
-            is_here = self._counts(name) and not self._now(name).is_meta
-            if not is_here or ((again or not is_one) and not self._is_written(name)):
+            is_written = self._counts(name) and not self.model.now(name).is_meta
+            if is_written and (again or not is_one) and self.model.version(name) == self._versions.get(name):
+                saved = self._saved.get(name)  # a write through `.data` counts no version
+                is_written = saved is not None and not same_bits(self.model.now(name), saved)
+            if not is_written:
                 chosen.append(before)
                 continue
             chosen.append(now if is_one or not keys[place] else _extreme(block.rule, now, before))
             keys[place] = grain + 1 if is_one else 1
         flat = torch.cat(chosen)
-        self._taken[block] = keys, flat
-        row = found.view(block.slots, -1)[self._slot if block.slots > 1 else 0]
-        changes = [key - old for key, old in zip(keys, held_keys, strict=True)]
+        self._in_slot[block] = keys, flat
+        row = table.view(block.slots, -1)[self.slot if block.slots > 1 else 0]
+        changes = [key - before for key, before in zip(keys, old_keys, strict=True)]
         if len(set(changes)) == 1:
             row[:count].fill_(changes[0])
         else:
             for place, change in enumerate(changes):
                 row[place].fill_(change)
-        row[count:] = _words(flat) - _words(held)
-        return found
-
-    def _is_passed(self, step: int, grain: int, key: int) -> bool:
-        """Return True if another microbatch gives the last value: of the step, or of this rank so far (`key`)."""
-        return grain != self._last_grain(step) if self._last_grain is not None else grain + 1 < key
+        row[count:] = _words(flat) - _words(old)
+        return table
 
     def restore(self, *, in_graph: bool = False) -> None:
         """Restore the step's values. Raises: JobError if a forward has changed a buffer's shape.
 
         `in_graph`: a later backward may need the values that a forward has left, so new tensors get the step's values.
         """
-        if not self._homes:
+        model = self.model
+        if not model.homes:
             return
         self._changed = self.changed()
         started = {name: self._still[name][1] for name in self._changed & self._still.keys()} | self._saved
         same: list[tuple[Tensor, Tensor]] = []
         for name, value in started.items():
-            now = self._now(name)
+            now = model.now(name)
             if now.shape != value.shape:
                 raise _reshaped(name, value.shape, now.shape)
             # Autograd refuses a tensor that it needs if its version has changed. A write that counts no version passes.
-            is_needed = in_graph and self._version(name) != self._versions.get(name)
+            is_needed = in_graph and model.version(name) != self._versions.get(name)
             if now.dtype == value.dtype and (isinstance(now, nn.Parameter) or not is_needed):
                 same.append((now, value))
             else:  # also for another dtype, which a forward under autocast may leave
-                home, key = self._homes[name]
+                home, key = model.homes[name]
                 home[key] = value.clone()
         _copy(same)
-        self._mark()
+        self._versions = {name: model.version(name) for name in model.homes}
 
     def assign(
         self, contributed: npt.NDArray[np.float64], num_samples: int, since: Mapping[str, Tensor] | None = None
@@ -364,29 +346,27 @@ class StepBuffers:
 
         `since`: the values at the beginning of the step, if other steps were applied since then.
         """
-        if not self.names or not num_samples:
-            return
-        self._assign(torch.from_numpy(contributed), torch.tensor(float(num_samples)), None, since)
+        if num_samples:
+            self.queue_assign(torch.from_numpy(contributed), torch.tensor(float(num_samples)), None, since)
 
-    def queue_assign(self, contributed: Tensor, num_samples: Tensor, good: Tensor) -> None:
-        """Queue `assign` on the device; the step's values stay if `good`, bool [], is False."""
-        if self.names:
-            self._assign(contributed, num_samples, good)
-
-    def _assign(
+    def queue_assign(
         self,
         contributed: Tensor,
         num_samples: Tensor,
         good: Tensor | None,
         since: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """Queue `assign` on the device; the step's values stay if `good`, bool [], is False."""
+        if not self.names:
+            return
+        now = self.model.now
         for block, part in zip(self._blocks, contributed.split([block.size for block in self._blocks]), strict=True):
-            here = [not self._now(name).is_meta for name in block.names]
+            here = [not now(name).is_meta for name in block.names]
             if not any(here):
                 continue
             old = torch.cat(
                 [
-                    self._now(name).detach().flatten() if own else torch.zeros(length, dtype=block.dtype)
+                    now(name).detach().flatten() if own else torch.zeros(length, dtype=block.dtype)
                     for name, own, length in zip(block.names, here, block.lengths, strict=True)
                 ]
             )
@@ -398,8 +378,7 @@ class StepBuffers:
                 new = _extreme(block.rule, new, old)
             if good is not None:
                 new = torch.where(good, new, old)
-            names = [name for name, own in zip(block.names, here, strict=True) if own]
-            buffers = [self._now(name) for name in names]
+            buffers = [now(name) for name, own in zip(block.names, here, strict=True) if own]
             if not all(here):
                 pieces = new.split(block.lengths)
                 new = torch.cat([piece for piece, own in zip(pieces, here, strict=True) if own])
@@ -409,38 +388,40 @@ class StepBuffers:
 
 def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> Tensor:
     """Return a block's new values, flat in its dtype, from the sum of the microbatches' contributions."""
+    if block.rule in TAKEN:
+        table = part.view(block.slots, -1).round()
+        keys, words, kind = table[:, : len(block.names)], table[:, len(block.names) :], block.dtype
+        bits = words.reshape(-1).to(torch.int16 if kind.itemsize > 1 else torch.uint8)
+        if kind.is_complex:
+            real = bits.view(torch.float32 if kind == torch.complex64 else torch.float64)
+            values = torch.view_as_complex(real.view(-1, 2)).view(len(words), -1)
+        else:
+            values = bits.view(kind).view(len(words), -1)
+        keys = keys.index_select(1, block.index.to(keys.device))  # has a known shape, as a captured step requires
+        if block.rule in ("last", "same"):
+            new = values.gather(0, keys.argmax(0, keepdim=True))[0] if block.slots > 1 else values[0]
+        else:
+            new = values[0]
+            for slot in range(1, block.slots):
+                either = torch.where(keys[:slot].amax(0) > 0, _extreme(block.rule, new, values[slot]), values[slot])
+                new = torch.where(keys[slot] > 0, either, new)
+        return torch.where(keys.amax(0) > 0, new, old)
+    if block.is_whole and block.rule != "mean":
+        digits = part.round().long().view(_NUM_DIGITS, -1)
+        added = torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
+        return (added + old.long() if block.rule == "sum" else added).to(old.dtype)
     if block.rule == "mean":
-        return _of_kind(part / num_samples.to(part.device), old)
-    if block.rule not in TAKEN:
-        if block.is_whole:
-            digits = part.round().long().view(_NUM_DIGITS, -1)
-            added = torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
-            return (added + old.long() if block.rule == "sum" else added).to(old.dtype)
-        return _of_kind(part + numbers(old).flatten() if block.rule == "sum" else part, old)
-    table = part.view(block.slots, -1).round()
-    keys, values = table[:, : len(block.names)], _from_words(table[:, len(block.names) :], block.dtype)
-    keys = keys.index_select(1, block.index.to(keys.device))  # has a known shape, as a captured step requires
-    if block.rule in ("last", "same"):
-        found = values.gather(0, keys.argmax(0, keepdim=True))[0] if block.slots > 1 else values[0]
-    else:
-        found = values[0]
-        for slot in range(1, block.slots):
-            either = torch.where(keys[:slot].amax(0) > 0, _extreme(block.rule, found, values[slot]), values[slot])
-            found = torch.where(keys[slot] > 0, either, found)
-    return torch.where(keys.amax(0) > 0, found, old)
+        part = part / num_samples.to(part.device)
+    elif block.rule == "sum":
+        part = part + numbers(old).flatten()
+    part = part.to(old.device)
+    if old.is_complex():
+        return torch.view_as_complex(part.view(-1, 2)).to(old.dtype)
+    return (part if old.is_floating_point() else part.round()).to(old.dtype)
 
 
 def _extreme(rule: str, one: Tensor, other: Tensor) -> Tensor:
     return torch.maximum(one, other) if rule == "max" else torch.minimum(one, other)
-
-
-def _digits(values: Tensor) -> Tensor:
-    """Convert integers, int64 [n], to digits, float64 [_NUM_DIGITS * n]."""
-    found = []
-    for _ in range(_NUM_DIGITS - 1):
-        found.append(values.remainder(_BASE))
-        values = values.div(_BASE, rounding_mode="floor")
-    return torch.cat([*found, values]).double()
 
 
 def _words(values: Tensor) -> Tensor:
@@ -450,30 +431,6 @@ def _words(values: Tensor) -> Tensor:
     return values.view(torch.int16 if values.itemsize > 1 else torch.uint8).double()
 
 
-def _from_words(words: Tensor, kind: torch.dtype) -> Tensor:
-    """Convert words [slots, width * n] to values [slots, n] of a dtype."""
-    bits = words.reshape(-1).to(torch.int16 if kind.itemsize > 1 else torch.uint8)
-    if not kind.is_complex:
-        return bits.view(kind).view(len(words), -1)
-    real = bits.view(torch.float32 if kind == torch.complex64 else torch.float64)
-    return torch.view_as_complex(real.view(-1, 2)).view(len(words), -1)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same shape, dtype and values; NaN equals NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _of_kind(values: Tensor, like: Tensor) -> Tensor:
-    """Convert numbers to flat values of a buffer's dtype: integers are rounded, complex values come from pairs."""
-    values = values.to(like.device)
-    if like.is_complex():
-        return torch.view_as_complex(values.view(-1, 2)).to(like.dtype)
-    return (values if like.is_floating_point() else values.round()).to(like.dtype)
-
-
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, all tensors of a dtype at once."""
     with torch.no_grad():
@@ -481,29 +438,26 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for pair in pairs:
             by_kind.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
         for alike in by_kind.values():
-            if any(map(_is_lazy, chain.from_iterable(alike))):
+            # Foreach copies accept no conjugate or negative views.
+            if any(tensor.is_conj() or tensor.is_neg() for tensor in chain.from_iterable(alike)):
                 for into, value in alike:
                     into.copy_(value)
             else:
                 torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
 
 
-def _is_lazy(tensor: Tensor) -> bool:
-    """Return True if a tensor is a conjugate or negative view, which foreach copies do not accept."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
 def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:
+    given = f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}"
     if 0 in before:  # not reached by a forward yet
         return JobError(
-            given=f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}",
+            given=given,
             conflict="the first forward gives the buffer its shape, as an observer of quantization does; a step makes "
             "one value of what its microbatches leave in a buffer, so that all have to begin with one shape",
             remedy="give it its shape in model(): call the module there once with a sample, or register the buffer "
             f"with the shape {list(after)}",
         )
     return JobError(
-        given=f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}",
+        given=given,
         conflict="a step makes one value of what its microbatches leave in a buffer: all have to be of one shape",
         remedy="build it for the longest sample (in Transformers a larger max_position_embeddings or "
         "max_source_positions), or keep what a forward can compute again in a plain attribute",

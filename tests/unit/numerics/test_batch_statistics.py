@@ -312,7 +312,7 @@ def test_rules_over_ranks_are_those_of_one_forward(shares: list[list[int]], is_n
     for rank, model in enumerate(ranks):
         last = None if streams else lambda step: len(list(chain.from_iterable(shares))) - 1
         buffers.append(StepBuffers(model, slots=len(shares), last_grain=last))
-        buffers[rank].move(rank)
+        buffers[rank].slot = rank
         buffers[rank].watch(rules=Ruled.RULES)
     for step in range(2):
         samples = iter(x[8 * step : 8 * step + 8].split(list(chain.from_iterable(shares))))
@@ -340,7 +340,7 @@ def test_a_later_stage_of_the_same_rank_adds_its_own_buffers() -> None:
     x, one = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), nn.ModuleList([Ruled(), Ruled()])
     model = nn.ModuleList([Ruled(), Ruled()])
     buffers = StepBuffers(model, slots=2, last_grain=lambda step: 1)
-    buffers.move(1)
+    buffers.slot = 1
     buffers.watch(rules={f"{stage}.{name}": rule for stage in (0, 1) for name, rule in Ruled.RULES.items()})
     for _ in range(2):
         sums = buffers.zeros()
@@ -362,7 +362,7 @@ def test_what_a_step_does_not_reach_stays() -> None:
     model = Ruled()
     buffers = StepBuffers(model)
     buffers.watch(rules=Ruled.RULES)
-    before = buffers.values()
+    before = buffers.model.values()
     buffers.begin()
     model(torch.randn(4, 2))
     sums = buffers.weighted(4)

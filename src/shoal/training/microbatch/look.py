@@ -263,12 +263,12 @@ class Look:
         def left(first: int, last: int, start: Mapping[str, Tensor]) -> _Left:
             part = grains.read(grains.grains[first:last], grains.ids[first:last])
             no_trace.restore()
-            step_buffers.put(start)
+            step_buffers.model.put(start)
             if self._computer.computation.randomness == "opaque":
-                return self._sums.opaque(part, precision), step_buffers.values()
-            return self._sums.scoped(part, no_trace, precision)[0], step_buffers.values()
+                return self._sums.opaque(part, precision), step_buffers.model.values()
+            return self._sums.scoped(part, no_trace, precision)[0], step_buffers.model.values()
 
-        start = step_buffers.values()
+        start = step_buffers.model.values()
         apart = [left(place, place + 1, start) for place in range(count)]
         # With fewer grains another grain is the last. The next start is the buffers after all grains. Buffers that no
         # grain has changed get other values there, such as an average that starts as a copy of its weight.

@@ -151,7 +151,7 @@ class PolicyProbe:
 
     def _without_rule(self, agreed: MicrobatchPolicy) -> list[str]:
         known = dict(agreed.rules)
-        return [name for name in agreed.buffers if name not in known and self._parts.buffers.settled(name) is None]
+        return [name for name in agreed.buffers if name not in known and name not in self._parts.buffers.settled]
 
     def _find_rules(self, step: int, moving: Collection[str]) -> None:
         """Find rules for buffers from the first grains of a step, and drop buffers that no grain changes.

@@ -75,7 +75,7 @@ class Conductor:
             self._retreat.rules, state.step, lambda step, *part: bool(share(engine.order.grains(step), *part))
         )
         self._computation = MicrobatchPolicy.from_json(state.computation) if state.computation is not None else None
-        self._initial = self._buffers.values()
+        self._initial = self._buffers.model.values()
         if self._computation is not None:
             self._buffers.watch(self._computation.buffers, dict(self._computation.rules))
         self._given: dict[
@@ -162,7 +162,7 @@ class Conductor:
             task = self._desk.take()
             if task is None:
                 return
-            start = self._buffers.values() if self._computation is not None else None
+            start = self._buffers.model.values() if self._computation is not None else None
             self._given[task.ticket] = member, time.monotonic(), start
             self._tell(member, {"kind": "task", **vars(task)})
 

@@ -78,7 +78,7 @@ class Worker:
         version = self._pull(task["version"])
         clock.mark("other")
         self._loader.move(DataRank(task["part"], task["num_parts"]))
-        self._engine.buffers.move(task["part"])
+        self._engine.buffers.slot = task["part"]
         self._loader.seek(task["step"], self._engine.computer.computation.effective_grains)
         fetched = self._runner.fetch(task["step"])
         self._loader.warn_of_incidents()

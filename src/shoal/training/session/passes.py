@@ -183,9 +183,13 @@ class BatchPasses:
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer, clock.mark)
-        self.buffers = StepBuffers(self._root, declared=base.training.buffers, slots=base.mesh.num_data_ranks)
-        self.buffers.move(base.mesh.data_rank)
-        known = [name for name, _ in self._root.named_buffers() if self.buffers.settled(name) is not None]
+        self.buffers = StepBuffers(
+            self._root,
+            declared=base.training.buffers,
+            slots=base.mesh.num_data_ranks,
+            slot=base.mesh.data_rank,
+        )
+        known = [name for name, _ in self._root.named_buffers() if name in self.buffers.settled]
         self.buffers.watch(known)
         self.buffers.begin()
         self._parts = functools.partial(

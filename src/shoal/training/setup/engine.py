@@ -266,10 +266,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         sharded_model.counts_buffer,
         declared=job.buffers,
         slots=plan.layout.data * plan.layout.shard,
+        slot=sharded_model.mesh.data_rank,
         # Only with mapped data the grains of each step are known ahead.
         last_grain=(lambda step: order.grains(step)[-1].index) if mapped_source is not None else None,
     )
-    buffers.move(sharded_model.mesh.data_rank)
     evaluate = pipeline.evaluate if pipeline is not None else None
     computer = LossComputer(
         job,
