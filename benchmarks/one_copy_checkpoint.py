@@ -72,11 +72,11 @@ def costs(folder: str, made: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any
     keeper, found, step = engine.keeper, dict[str, list[float]](), 10
     try:
         train(engine)
-        first = keeper._trained
+        first = keeper._snapshots._trained
         kinds = {True: "in mapped memory", False: "written together"} if first.has_one_copy else {False: "a copy each"}
         saved(engine, mesh, step)  # opens the memory
         for mapped, name in list(kinds.items()) * TURNS:
-            keeper._trained = replace(first, has_one_copy=mapped)
+            keeper._snapshots._trained = replace(first, has_one_copy=mapped)
             for _ in range(SAVES):
                 step += 1
                 found.setdefault(name, []).append(saved(engine, mesh, step))

@@ -111,7 +111,7 @@ def test_the_writer_is_given_copies_that_later_steps_leave(tmp_path: Path) -> No
 
     def look(engine: Engine) -> Any:
         given, keeper = list[Snapshot](), engine.keeper
-        writer = keeper._writer
+        writer = keeper.writer
         if writer is not None:
             writer.write = given.append  # type: ignore[assignment]
         found = []
@@ -181,10 +181,10 @@ def test_the_memory_is_opened_anew_where_there_is_more_to_copy(tmp_path: Path) -
 
     def before(engine: Engine) -> None:
         engine.keeper.save(RunState(step=1), wait=True)  # the optimizer has no state yet
-        regions.append(engine.keeper._host_memory._region)
+        regions.append(engine.keeper._snapshots._host_memory._region)
 
     def look(engine: Engine) -> Any:
-        memory = engine.keeper._host_memory
+        memory = engine.keeper._snapshots._host_memory
         regions.append(memory._region)
         engine.keeper.save(RunState(step=9), wait=True)
         return [regions[1] is regions[0], memory._region is regions[1]]

@@ -19,7 +19,7 @@ from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import documents_of, load_optimizer, merged_optimizers, of_parameters, optimizer_state
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, remove_later
 from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 from shoal.data.loader import Loader
@@ -54,7 +54,7 @@ class Trained:
 
     `schedulers`: learning-rate schedulers of a user's own training loop.
     `trainable`: which parameters that loop trains.
-    `has_one_copy`: whether the ranks of one host together have a single copy of all state.
+    `has_one_copy`: True if the ranks of one host together have a single copy of all state.
     """
 
     sharded_model: ShardedModel
@@ -159,6 +159,67 @@ def _writing_to(store: Store) -> Iterator[None]:
         ) from error
 
 
+class _Snapshots:
+    """Snapshots of a run's state, which a thread writes if one process has all state, else all ranks together."""
+
+    def __init__(self, mesh: Mesh, store: Store, trained: Trained, writer: CheckpointWriter | None) -> None:
+        self._mesh, self._store, self._trained, self._writer = mesh, store, trained, writer
+        self._memory, self._host_memory = SnapshotMemory(), HostMemory(mesh)
+
+    def take(self, state: RunState) -> None:
+        """Take a snapshot, and write it or pass it to the writer thread.
+
+        Raises: on every rank, if any rank could not copy; nothing is written then.
+        Collective: all ranks.
+        """
+        mesh, trained, writer = self._mesh, self._trained, self._writer
+        callbacks = together(mesh, trained.callback_state) if trained.callbacks is not None else None
+        digests = callbacks.digests() if callbacks is not None else None
+        rows = mesh.gather_json([trained.loader.state(), digests])
+        if trained.callbacks is not None:
+            trained.callbacks.differ([of_rank for _, of_rank in rows])
+        document = trained.document(state, [place for place, _ in rows], callbacks)
+        if (compressed := trained.compressed) is not None:
+            document[GROUP] = compressed.document()
+        best = state.best is not None and state.best["step"] == state.step
+        empty = Snapshot(state.step, {}, document, best)
+        if not trained.is_divided():  # rank 0 has all state
+            together(mesh, lambda: self.hand_over(writer, empty, callbacks) if writer is not None else None)
+            return
+
+        def tensors_of_rank() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+            if trained.has_one_copy and writer is not None:
+                writer.wait()  # the last write reads from the memory that this snapshot goes to
+            return trained.tensors(callbacks)
+
+        began = time.monotonic()
+        tensors, optimizer = together(mesh, tensors_of_rank)
+        if trained.has_one_copy:
+            rows = mesh.gather_json([described(tensors), optimizer])
+            written = index([of_rank for of_rank, _ in rows])
+            content = self._host_memory.copied(tensors, written)
+            if content is not None:  # else there is no shared memory
+                if writer is not None:
+                    merged = merged_optimizers(of_rank for _, of_rank in rows)
+                    document = {**document, "optimizer": merged, "tensors": written}
+                    writer.write(replace(empty, tensors=content, document=document))
+                return
+        # Each rank writes its own part, so that no rank needs the whole state. Nothing is copied, since training waits.
+        document = {**document, "optimizer": merged_optimizers(mesh.gather_json(optimizer))}
+        failure = write_together(mesh, self._store, replace(empty, document=document), tensors)
+        if writer is not None:
+            writer.wrote(failure, time.monotonic() - began)
+
+    def hand_over(self, writer: CheckpointWriter, empty: Snapshot, callbacks: CallbackState | None) -> None:
+        """Pass a snapshot of rank 0's state to the writer thread."""
+        writer.wait()  # the last write reads from the memory that this snapshot goes to
+        tensors, optimizer = self._trained.tensors(callbacks)
+        written = index([described(tensors)])
+        document = {**empty.document, "optimizer": optimizer, "tensors": written}
+        content = dict(share(tensors, written, 0, 1, self._memory.copied))
+        writer.write(replace(empty, tensors=content, document=document))
+
+
 class Keeper:
     """Checkpoint manager of a run. `store` is None if the run writes no checkpoints."""
 
@@ -178,20 +239,16 @@ class Keeper:
         """
         self._mesh, self._store, self._trained = mesh, store, trained
         self.every_steps = every_steps
-        self._writer = CheckpointWriter(store, mtbf_seconds) if store is not None and mesh.rank == 0 else None
-        self._memory, self._host_memory = SnapshotMemory(), HostMemory(mesh)
+        # On rank 0, if the run writes checkpoints.
+        self.writer = CheckpointWriter(store, mtbf_seconds) if store is not None and mesh.rank == 0 else None
+        self._snapshots = _Snapshots(mesh, store, trained, self.writer) if store is not None else None
         self._newest = -1
 
     def due(self, step: int) -> bool:
         """Return True if this rank requests a checkpoint. Only rank 0 does."""
-        if self._writer is None or step in (0, self._newest):
+        if self.writer is None or step in (0, self._newest):
             return False
-        return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
-
-    def tell_failures(self, report: Callable[[str], None]) -> None:
-        """Set the function that rank 0 calls with the reason when a checkpoint could not be written."""
-        if self._writer is not None:
-            self._writer.report = report
+        return step % self.every_steps == 0 if self.every_steps is not None else self.writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
         """Take a snapshot after `state.step` steps and start writing it.
@@ -202,16 +259,17 @@ class Keeper:
         Raises: StorageError, on every rank, if `wait` is set and the newest snapshot could not be written.
         Collective: all ranks, JSON gathers.
         """
-        store, writer = self._store, self._writer
-        if store is None:
+        store, writer = self._store, self.writer
+        if store is None or self._snapshots is None:
             return
         if state.step != self._newest:
             if not self._mesh.gather_json(writer is None or wait or writer.is_free())[0]:
                 return
-            self._start(store, state)
+            self._snapshots.take(state)
             self._newest = state.step
             if self._trained.callbacks is not None:
-                self._trained.callbacks.saved(store.shown(state.step))
+                name = directory_name(state.step)
+                self._trained.callbacks.saved(store.folder / name if store.remote is None else store.place.shown(name))
         if wait:
             together(self._mesh, lambda: writer.wait() if writer is not None else None)
             failure = writer.failure if writer is not None else None
@@ -229,7 +287,7 @@ class Keeper:
         Collective: all ranks.
         """
         self._newest = -1  # else `save` would skip a step that was saved before the evaluation
-        together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)  # or `save` skips
+        together(self._mesh, lambda: self.writer.wait() if self.writer is not None else None)  # or `save` skips
         self.save(state)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
@@ -271,82 +329,25 @@ class Keeper:
             return
         self._newest = -1
         self.save(state, wait=True)
-        if self._writer is not None:
-            self._store.forget_after(state.step)
+        if self.writer is not None:
+            remove_later(self._store, state.step)
 
     def save_alone(self, state: RunState) -> str | None:
         """Write a checkpoint from rank 0 after the other ranks are gone. Return the reason if none was written."""
         trained, places = self._trained, self._trained.loader.state()
-        if self._store is None:
+        if self._snapshots is None:
             return "no checkpoints were asked for"
         if trained.strategy.compression is not None or places or trained.is_divided():
             return "each rank has a part of the state"
-        if self._writer is None:
+        if self.writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
             callbacks = trained.callback_state()
             document = trained.document(state, [places], callbacks)
-            self._hand_over(self._writer, Snapshot(state.step, {}, document), callbacks)
+            self._snapshots.hand_over(self.writer, Snapshot(state.step, {}, document), callbacks)
             self._newest = state.step
-        self._writer.wait()
-        return str(self._writer.failure) if self._writer.failure is not None else None
-
-    def _start(self, store: Store, state: RunState) -> None:
-        """Take a snapshot, and write it or pass it to the writer thread. Collective: all ranks."""
-        mesh, trained, writer = self._mesh, self._trained, self._writer
-        callbacks = together(mesh, trained.callback_state) if trained.callbacks is not None else None
-        digests = callbacks.digests() if callbacks is not None else None
-        rows = mesh.gather_json([trained.loader.state(), digests])
-        if trained.callbacks is not None:
-            trained.callbacks.differ([of_rank for _, of_rank in rows])
-        document = trained.document(state, [place for place, _ in rows], callbacks)
-        if (compressed := trained.compressed) is not None:
-            document[GROUP] = compressed.document()
-        best = state.best is not None and state.best["step"] == state.step
-        empty = Snapshot(state.step, {}, document, best)
-        if not trained.is_divided():  # rank 0 has all state
-            together(mesh, lambda: self._hand_over(writer, empty, callbacks) if writer is not None else None)
-            return
-        if trained.has_one_copy and self._hand_over_parts(empty, callbacks):
-            return
-        # Each rank writes its own part, so that no rank needs the whole state. Nothing is copied, since training waits.
-        began = time.monotonic()
-        tensors, optimizer = together(mesh, lambda: trained.tensors(callbacks))
-        document = {**empty.document, "optimizer": merged_optimizers(mesh.gather_json(optimizer))}
-        failure = write_together(mesh, store, replace(empty, document=document), tensors)
-        if writer is not None:
-            writer.wrote(failure, time.monotonic() - began)
-
-    def _hand_over(self, writer: CheckpointWriter, empty: Snapshot, callbacks: CallbackState | None) -> None:
-        """Pass a snapshot of rank 0's state to the writer thread."""
-        writer.wait()  # the last write reads from the memory that this snapshot goes to
-        tensors, optimizer = self._trained.tensors(callbacks)
-        written = index([described(tensors)])
-        document = {**empty.document, "optimizer": optimizer, "tensors": written}
-        content = dict(share(tensors, written, 0, 1, self._memory.copied))
-        writer.write(replace(empty, tensors=content, document=document))
-
-    def _hand_over_parts(self, empty: Snapshot, callbacks: CallbackState | None) -> bool:
-        """Pass a snapshot that all ranks of the host copied to the writer thread. Return False without shared memory.
-
-        Raises: on every rank, if any rank could not copy; nothing is written then.
-        Collective: all ranks.
-        """
-
-        def ready() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
-            if self._writer is not None:
-                self._writer.wait()  # the last write reads from the memory that this snapshot goes to
-            return self._trained.tensors(callbacks)
-
-        tensors, optimizer = together(self._mesh, ready)
-        rows = self._mesh.gather_json([described(tensors), optimizer])
-        written = index([of_rank for of_rank, _ in rows])
-        content = self._host_memory.copied(tensors, written)
-        if content is not None and self._writer is not None:
-            merged = merged_optimizers(of_rank for _, of_rank in rows)
-            document = {**empty.document, "optimizer": merged, "tensors": written}
-            self._writer.write(replace(empty, tensors=content, document=document))
-        return content is not None
+        self.writer.wait()
+        return str(self.writer.failure) if self.writer.failure is not None else None
 
     def begin(self) -> None:
         """Take over the checkpoint store as its only writer, before this run checks or removes checkpoints.
@@ -354,7 +355,12 @@ class Keeper:
         Raises: StorageError, on every rank.
         Collective: all ranks, JSON gathers.
         """
-        self._on_rank_0(Store.take_over)
+
+        def take_over(store: Store) -> None:
+            if store.remote is not None:  # on disk, a lock does this
+                store.remote.take_over(store.folder.parent, store.fence)
+
+        self._on_rank_0(take_over)
 
     def clean(self) -> None:
         """Remove incomplete checkpoints of a killed run. Call before this run writes any.
@@ -366,7 +372,7 @@ class Keeper:
 
     def _on_rank_0(self, change: Callable[[Store], None]) -> None:
         def act() -> None:
-            if self._writer is not None and store is not None:
+            if self.writer is not None and store is not None:
                 with _writing_to(store):
                     change(store)
 
@@ -388,10 +394,26 @@ class Keeper:
         Raises: IntegrityError, StorageError or JobMismatchError, on every rank.
         Collective: all ranks, JSON gathers.
         """
-        store, mesh = self._store, self._mesh
+        store, mesh, writer = self._store, self._mesh, self.writer
         if store is None:
             return None, []
-        newest, complaints = together(mesh, lambda: self._newest_good(store))
+
+        def newest_good() -> tuple[SavedCheckpoint | None, list[str]]:
+            if writer is None:
+                return None, []
+            writer.wait()
+            try:
+                return store.newest_good()
+            except ShoalError:
+                raise
+            except OSError as error:
+                raise StorageError(
+                    given=f"the checkpoints in {store.place.shown()}",
+                    conflict=f"they cannot be read now: {error}; nothing was moved or changed",
+                    remedy="mend the permission or the disk, then --resume",
+                ) from error
+
+        newest, complaints = together(mesh, newest_good)
         step, complaints = mesh.gather_json([newest.step if newest else None, complaints])[0]
         if step is None:
             return None, complaints
@@ -410,36 +432,14 @@ class Keeper:
 
         state, notes = together(mesh, restored)
         self._newest = step
-        if self._writer is not None:
-            self._writer.failure = None  # that failure is of a snapshot that is no longer the newest
+        if writer is not None:
+            writer.failure = None  # that failure is of a snapshot that is no longer the newest
             if state.best is not None:
                 with contextlib.suppress(OSError):
-                    store.mend_best(state.best["step"])
+                    store.keep_best(state.best["step"], if_missing=True)
         return state, [*complaints, *notes]
-
-    def _newest_good(self, store: Store) -> tuple[SavedCheckpoint | None, list[str]]:
-        """Select the newest valid checkpoint on rank 0. Other ranks return (None, [])."""
-        if self._writer is None:
-            return None, []
-        self._writer.wait()
-        try:
-            return store.newest_good()
-        except ShoalError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                given=f"the checkpoints in {store.place.shown()}",
-                conflict=f"they cannot be read now: {error}; nothing was moved or changed",
-                remedy="mend the permission or the disk, then --resume",
-            ) from error
-
-    @property
-    def writing(self) -> float | None:
-        """Mean CPU seconds that the writer thread takes for a checkpoint; None before the first one."""
-        seconds = self._writer.cpu_seconds if self._writer is not None else []
-        return round(sum(seconds) / len(seconds), 6) if seconds else None
 
     def close(self) -> None:
         """Wait until the current checkpoint is written."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()

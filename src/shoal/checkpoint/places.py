@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, ManifestError
 from shoal.runs.address import CHECKPOINTS, RunAddress, check_owner, make_parent, take_ownership
+from shoal.runs.directory_lock import Fence
 
 # Prefix of folders that are being removed.
 GONE = ".gone-"
@@ -36,8 +37,11 @@ class Place(Protocol):
     def names(self) -> list[str]:
         """Return the names of all folders, complete or not."""
 
-    def check(self) -> None:
-        """Check that no other run has begun to write here. Call just before moving or removing. Raises: OSError."""
+    def check(self, fence: Fence) -> None:
+        """Check that no other process writes here. Call just before moving or removing.
+
+        Raises: FencedError if a later generation of the run does; OSError if another run does.
+        """
 
     def make(self, name: str) -> None:
         """Create a new folder."""
@@ -75,8 +79,9 @@ class LocalPlace:
         """Return the names of the folders."""
         return [path.name for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
-    def check(self) -> None:
-        """Do nothing: a lock already excludes other runs."""
+    def check(self, fence: Fence) -> None:
+        """Check the generation only: a lock already excludes other runs."""
+        fence.check()
 
     def make(self, name: str) -> None:
         """Create a folder that only the owner can access."""
@@ -157,12 +162,12 @@ class RemotePlace:
     """
 
     def __init__(self, address: str) -> None:
-        self._address = RunAddress(address)
+        self.address = RunAddress(address)
         self._mark: dict[str, Any] = {}  # this run's owner mark, once it has taken the place over
 
     def shown(self, name: str = "") -> str:
         """Return the address of the folder."""
-        return "/".join(part for part in (self._address.text, CHECKPOINTS, name) if part)
+        return "/".join(part for part in (self.address.text, CHECKPOINTS, name) if part)
 
     def names(self) -> list[str]:
         """Return the names of complete folders and of hidden ones.
@@ -170,24 +175,25 @@ class RemotePlace:
         Incomplete folders of a killed writer do not count.
         """
         folders: dict[str, set[str]] = {}
-        for path in self._address.paths(CHECKPOINTS):
+        for path in self.address.paths(CHECKPOINTS):
             name, _, file = path.partition("/")
             folders.setdefault(name, set()).add(file)
         return [name for name, files in folders.items() if MANIFEST_NAME in files or name.startswith(".")]
 
-    def check(self) -> None:
-        """Check that no other run has taken the place over since. Raises: OSError."""
+    def check(self, fence: Fence) -> None:
+        """Check that no other run has taken the place over since. Raises: as `Place.check`."""
+        fence.check()
         if self._mark:
-            check_owner(self._address, self._mark)
+            check_owner(self.address, self._mark)
 
     def make(self, name: str) -> None:
         """Check the ownership only: folders exist through their files. Raises: OSError if another run took over."""
-        check_owner(self._address, self._mark)
+        check_owner(self.address, self._mark)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
         """Upload a file in parts."""
         digest, size = hashlib.sha256(), 0
-        with self._address.files() as files:
+        with self.address.files() as files:
             path = self._path(name, file)
             make_parent(files, path)
             with files.open(path, "wb") as opened:
@@ -200,7 +206,7 @@ class RemotePlace:
     def read(self, name: str, file: str, limit: int) -> bytes:
         """Return the first `limit` bytes of a file."""
         try:
-            with self._address.files() as files:
+            with self.address.files() as files:
                 content: bytes = files.cat_file(self._path(name, file), start=0, end=limit)
                 return content
         except FileNotFoundError:
@@ -216,7 +222,7 @@ class RemotePlace:
                 files = Manifest.from_bytes(self.read(name, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)).files
             except ManifestError as error:
                 raise OSError(f"{self.shown(name)} is not whole any more: {error}") from None
-            lacking = sorted(files.keys() - set(self._files(name)))
+            lacking = sorted(files.keys() - set(self.address.paths(f"{CHECKPOINTS}/{name}")))
             if lacking:
                 raise OSError(f"{self.shown(name)} is not whole any more: {lacking[0]} is gone")
         self.remove(new)
@@ -225,30 +231,26 @@ class RemotePlace:
 
     def copy(self, name: str, new: str) -> None:
         """Copy a folder, with the manifest last."""
-        with self._address.files() as files:
-            for file in sorted(self._files(name), key=lambda file: file == MANIFEST_NAME):
+        with self.address.files() as files:
+            names = self.address.paths(f"{CHECKPOINTS}/{name}")
+            for file in sorted(names, key=lambda file: file == MANIFEST_NAME):
                 make_parent(files, self._path(new, file))
                 files.cp_file(self._path(name, file), self._path(new, file))
 
     def remove(self, name: str) -> None:
         """Remove a folder, with the manifest first."""
-        with contextlib.suppress(OSError), self._address.files() as files:
-            for file in sorted(self._files(name), key=lambda file: file != MANIFEST_NAME):
+        with contextlib.suppress(OSError), self.address.files() as files:
+            names = self.address.paths(f"{CHECKPOINTS}/{name}")
+            for file in sorted(names, key=lambda file: file != MANIFEST_NAME):
                 files.rm_file(self._path(name, file))
 
     def sync(self, name: str = "") -> None:
         """Do nothing: uploaded files are already durable."""
 
-    def take_over(self, folder: Path) -> None:
-        """Make the run in the local `folder` the only writer at the address."""
-        self._mark = take_ownership(self._address, folder)
-
-    def send(self, folder: Path) -> None:
-        """Upload the run's own files from the local `folder`, next to the checkpoints."""
-        self._address.send(folder)
-
-    def _files(self, name: str) -> list[str]:
-        return self._address.paths(f"{CHECKPOINTS}/{name}")
+    def take_over(self, folder: Path, fence: Fence) -> None:
+        """Make the run in the local `folder` the only writer at the address. Raises: FencedError; OSError."""
+        fence.check()  # a process that was paused must not take the place from its successors
+        self._mark = take_ownership(self.address, folder)
 
     def _path(self, name: str, file: str) -> str:
-        return self._address.path(CHECKPOINTS, name, file)
+        return self.address.path(CHECKPOINTS, name, file)

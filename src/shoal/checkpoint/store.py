@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from shoal.checkpoint.places import GONE, LocalPlace, Place, RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.runs.directory import read_json
-from shoal.runs.directory_lock import Fence, claim
+from shoal.runs.directory_lock import Fence
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def directory_name(step: int) -> str:
 class Snapshot:
     """Contents of a checkpoint: CPU tensors by file and name, and a JSON document.
 
-    `best`: whether it is the best so far.
+    `best`: True if it is the best so far.
     """
 
     step: int
@@ -73,7 +72,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint whose tensors are read one file at a time. `checked`: whether all files are already verified."""
+    """A checkpoint whose tensors are read one file at a time. `checked`: True if all files are already verified."""
 
     place: Place
     name: str
@@ -160,32 +159,24 @@ class Store:
             fence: check that this process may still write.
             remote: place of the checkpoints if they are not in `folder`.
         """
-        self.folder, self.keep, self._mark, self._fence = folder, keep, mark or NewestMark(None), fence or Fence()
+        self.folder, self.keep, self._mark, self.fence = folder, keep, mark or NewestMark(None), fence or Fence()
         self.place: Place = remote or LocalPlace(folder)
-        self._remote = remote
+        self.remote = remote
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first, without verification."""
         names = self.place.names()
         return sorted(int(n[5:]) for n in names if n.startswith("step-") and n[5:].isdecimal())
 
-    def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint on disk."""
-        return self.folder / directory_name(step)
-
-    def shown(self, step: int) -> Path | str:
-        """Return the path or the address of a step's checkpoint, for messages."""
-        return self.path(step) if self._remote is None else self._remote.shown(directory_name(step))
-
     def write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint completely or not at all. Raises: OSError."""
         aside = self.begin(snapshot.step)
         try:
-            files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
+            files = dict(write_tensors(self.place, aside, name, group) for name, group in snapshot.tensors.items())
             self.commit(aside, snapshot.step, files, snapshot.document, best=snapshot.best)
         except BaseException:
             self.place.remove(aside)
-            self._fence.check()  # a fenced process leaves the cleanup to the next generation
+            self.fence.check()  # a fenced process leaves the cleanup to the next generation
             raise
 
     def begin(self, step: int) -> str:
@@ -197,10 +188,6 @@ class Store:
         self.place.make(aside)
         return aside
 
-    def add(self, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
-        """Write one file of tensors. Return its name and manifest entry. Raises: OSError."""
-        return f"{name}{_TENSORS}", self.place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
-
     def commit(
         self, aside: str, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
     ) -> None:
@@ -210,28 +197,20 @@ class Store:
         files = {**files, STATE_NAME: place.write(aside, STATE_NAME, content)}
         place.write(aside, MANIFEST_NAME, Manifest(step, files).to_bytes())
         place.sync(aside)
-        self._name(aside, target)
+        self._rename(aside, target)
         self._mark.note(step)
         if best:
             self.keep_best(step)
         others = [s for s in self.steps() if s != step]
         for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
-            self._check()
+            place.check(self.fence)
             place.remove(directory_name(other))
         self.send()
 
-    def _check(self) -> None:
-        """Check that no other process writes here. Call just before moving or removing.
-
-        Raises: FencedError, OSError.
-        """
-        self._fence.check()
-        self.place.check()
-
-    def _name(self, aside: str, target: str) -> None:
+    def _rename(self, aside: str, target: str) -> None:
         """Rename a folder to its final name. An existing folder of that name, from before a rollback, is replaced."""
         place, old = self.place, f".old-{target}-{uuid.uuid4().hex[:12]}"
-        self._check()
+        place.check(self.fence)
         if target in place.names():
             place.move(target, old)
             try:
@@ -245,24 +224,25 @@ class Store:
             place.move(aside, target)
             place.sync()
 
-    def keep_best(self, step: int) -> None:
-        """Store a copy of a step's checkpoint as the best, replacing the previous best. Raises: OSError."""
+    def keep_best(self, step: int, *, if_missing: bool = False) -> None:
+        """Store a copy of a step's checkpoint as the best, replacing the previous best. Raises: OSError.
+
+        `if_missing`: only if the step has a checkpoint that is not the best yet, since a killed writer did not get to
+            it.
+        """
+        if if_missing:
+            with contextlib.suppress(ManifestError):
+                if open_in(self.place, BEST_NAME).step == step:
+                    return
+            if step not in self.steps():
+                return
         aside = f".tmp-{BEST_NAME}-{uuid.uuid4().hex[:12]}"
         try:
             self.place.copy(directory_name(step), aside)
-            self._name(aside, BEST_NAME)
+            self._rename(aside, BEST_NAME)
         except BaseException:
             self.place.remove(aside)
             raise
-
-    def mend_best(self, step: int) -> None:
-        """Store a step's checkpoint as the best if a killed writer did not get to it. Raises: OSError."""
-        try:
-            there = open_in(self.place, BEST_NAME).step == step
-        except ManifestError:
-            there = False
-        if not there and step in self.steps():
-            self.keep_best(step)
 
     def open(self, step: int) -> SavedCheckpoint:
         """Open the checkpoint of a step; each file is verified when it is read. Raises: ManifestError; OSError."""
@@ -309,7 +289,7 @@ class Store:
                 name, folders, number = directory_name(step), self.place.names(), 1
                 while (bad := f"{name}.bad" + (f"-{number}" if number > 1 else "")) in folders:
                     number += 1
-                self._check()
+                self.place.check(self.fence)
                 self.place.move(name, bad)
                 complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {bad}")
         if steps or self.damaged() or self._mark.step is not None:
@@ -322,35 +302,18 @@ class Store:
             )
         return None, complaints
 
-    def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps."""
-        for later in [s for s in self.steps() if s > step]:
-            self._check()
-            self.place.remove(directory_name(later))
-
     def damaged(self) -> list[str]:
         """Return the names of damaged checkpoints' folders."""
         return sorted(name for name in self.place.names() if name.startswith("step-") and ".bad" in name)
 
-    def hold(self, until: contextlib.ExitStack) -> None:
-        """Lock the folder for this process until `until` closes, and clean it. Raises: as `claim`."""
-        until.enter_context(claim(self.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
-        self.clean()
-
-    def take_over(self) -> None:
-        """Make this run the only writer at an address. On disk, a lock does this. Raises: OSError."""
-        if self._remote is not None:
-            self._fence.check()  # a process that was paused must not take the place from its successors
-            self._remote.take_over(self.folder.parent)
-
     def send(self) -> None:
         """Upload the run's own files if the run is at an address. Raises: OSError."""
-        if self._remote is not None:
-            self._remote.send(self.folder.parent)
+        if self.remote is not None:
+            self.remote.address.send(self.folder.parent)
 
     def clean(self) -> None:
         """Remove incomplete folders of a killed writer, and restore folders that it had renamed."""
-        self._check()
+        self.place.check(self.fence)
         for name in (n for n in self.place.names() if n.startswith((".old-step-", f".old-{BEST_NAME}-"))):
             before = name.removeprefix(".old-").rpartition("-")[0]
             if before not in self.place.names():
@@ -359,6 +322,18 @@ class Store:
         for name in self.place.names():
             if name.startswith((".tmp-", ".old-", GONE)):
                 self.place.remove(name)
+
+
+def remove_later(store: Store, step: int) -> None:
+    """Remove the checkpoints of later steps. Raises: FencedError; OSError."""
+    for later in [s for s in store.steps() if s > step]:
+        store.place.check(store.fence)
+        store.place.remove(directory_name(later))
+
+
+def write_tensors(place: Place, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
+    """Write one file of tensors into a folder. Return its name and manifest entry. Raises: OSError."""
+    return f"{name}{_TENSORS}", place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
 
 
 def name_of(store: Store, step: Step, run: str) -> str:

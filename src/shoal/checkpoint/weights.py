@@ -21,7 +21,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
-from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, name_of, open_folder
+from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, directory_name, name_of, open_folder
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
@@ -284,6 +284,6 @@ def fetch_with_checkpoint(run: str, folder: Path, step: Step) -> None:
 
 def damaged(folder: Path, error: Exception) -> IntegrityError:
     """Create the error for a damaged checkpoint."""
-    others = [s for s in Store(folder.parent).steps() if folder.name != Store(folder.parent).path(s).name]
+    others = [step for step in Store(folder.parent).steps() if folder.name != directory_name(step)]
     other = f"step {others[-1]} has another" if others else "restore it from a copy"
     return IntegrityError(given=f"the checkpoint {folder}", conflict=f"it is damaged: {error}", remedy=other)

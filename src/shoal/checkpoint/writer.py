@@ -75,6 +75,11 @@ class CheckpointWriter:
         self.failure: OSError | None = None
         self.report: Callable[[str], None] = lambda reason: None
 
+    def mean_cpu_seconds(self) -> float | None:
+        """Return the mean CPU seconds that the thread takes for a checkpoint; None before the first one."""
+        seconds = self.cpu_seconds
+        return round(sum(seconds) / len(seconds), 6) if seconds else None
+
     def due(self) -> bool:
         """Return True if the last write is done and long enough ago for a new checkpoint."""
         if self._pending is not None and not self._pending.done():

@@ -70,22 +70,22 @@ class Environment:
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks are on this host."""
+        """True if all ranks are on this host."""
         return self.local_world_size == self.world_size
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which `joined` reads this value."""
-        found = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
-        found |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
+        numbers = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
+        numbers |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
         if self.listen_fd is not None:
-            found[LISTEN_FD] = self.listen_fd
+            numbers[LISTEN_FD] = self.listen_fd
         if self.num_hosts > 1:
-            found |= {"GROUP_RANK": self.host, "GROUP_WORLD_SIZE": self.num_hosts}
+            numbers |= {"GROUP_RANK": self.host, "GROUP_WORLD_SIZE": self.num_hosts}
         if self.restarts:
-            found[RESTARTS] = self.restarts
+            numbers[RESTARTS] = self.restarts
         texts = {"MASTER_ADDR": self.address} | ({RUN_KEY: self.key} if self.key is not None else {})
         if self.engine:
             texts[ENGINE] = f"{self.engine}:{self.job}" if self.job else self.engine
         if self.own_gpu:
             texts[OWN_GPU] = "1"
-        return texts | {name: str(value) for name, value in found.items()}
+        return texts | {name: str(value) for name, value in numbers.items()}

@@ -56,7 +56,7 @@ FINE, COARSE = Rounding(64 * torch.finfo(torch.float32).eps, 1e-5), Rounding(1e-
 
 def defined_rules(model: nn.Module) -> dict[str, str]:
     """Return the rules, by name, of buffers that torch defines: running statistics and power iterations."""
-    found: dict[str, str] = {}
+    rules: dict[str, str] = {}
     for prefix, module in model.named_modules():
         own: dict[str, str] = {}
         if isinstance(module, _NormBase):  # statistics of a grain: see normalised_by_grain
@@ -66,13 +66,13 @@ def defined_rules(model: nn.Module) -> dict[str, str]:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
                 own |= {f"{hook.name}_u": "same", f"{hook.name}_v": "same"}
-        found |= {f"{prefix}.{key}" if prefix else key: rule for key, rule in own.items()}
-    return found
+        rules |= {f"{prefix}.{key}" if prefix else key: rule for key, rule in own.items()}
+    return rules
 
 
 def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return rules by buffer name from patterns that a job gives. Raises: JobError if a pattern matches no buffer."""
-    known, found = list(names), dict[str, str]()
+    known, rules = list(names), dict[str, str]()
     for pattern, rule in given.items():
         matching = [name for name in known if matches(pattern, name)]
         if not matching:
@@ -82,8 +82,8 @@ def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, 
                 conflict=f"the model has no such buffer; its buffers are {few}" if known else "the model has no buffer",
                 remedy="name it as model.named_buffers() does; * stands for one part of the name",
             )
-        found |= dict.fromkeys(matching, rule)
-    return found
+        rules |= dict.fromkeys(matching, rule)
+    return rules
 
 
 def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 0.0) -> tuple[str, ...]:
@@ -102,7 +102,6 @@ def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 
         Observed(_wide(one.before), _wide(one.together), [_wide(value) for value in one.apart], one.sizes)
         for one in observed
     ]
-
     distances: dict[str, float] = {}
 
     def holds(name: str, rule: Callable[[Observed], Tensor]) -> bool:
@@ -113,35 +112,40 @@ def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 
         distances[name] = max(far) if is_float or is_complex else 0.0
         return True
 
-    def is_bound(name: str, rule: Callable[[Observed], Tensor], sign: int) -> bool:
-        """Return True if no grain moves the value against the bound's direction, and a repeated batch moves nothing."""
-        seen = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
-        beyond = (_beyond(value, one, sign, rounding) for one in observed for value in one.apart)
-        return holds(name, rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
-
-    found = []
-    if not is_complex:
-        found += [name for name, rule, sign in (("max", _max, 1), ("min", _min, -1)) if is_bound(name, rule, sign)]
+    rules = []
+    for name, rule, sign in (("max", _max, 1), ("min", _min, -1)) if not is_complex else ():
+        # A bound: no grain moves the value against its direction, and a repeated batch moves nothing.
+        if not holds(name, rule):
+            continue
+        limits = [_limit(one, rounding) for one in observed]
+        beyond = (
+            bool((sign * (one.before - value) > (limit if value.is_floating_point() else 0.0)).any())
+            for one, limit in zip(observed, limits, strict=True)
+            for value in one.apart
+        )
+        repeated = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
+        if not any(beyond) and all(_close(one.before, one, rounding) for one in repeated):
+            rules.append(name)
     if not is_bool:
-        found += ["sum"] if holds("sum", _sum) else []
+        rules += ["sum"] if holds("sum", lambda one: one.before + _total(one, one.before)) else []
     if all(_equal(one.together, value) for one in observed for value in one.apart):
-        found.append("same")
+        rules.append("same")
         distances["same"] = 0.0
     if not is_bool:
-        found += ["total"] if holds("total", _total) else []
-    found += ["last"] if holds("last", lambda one: one.apart[-1]) else []
+        rules += ["total"] if holds("total", _total) else []
+    rules += ["last"] if holds("last", lambda one: one.apart[-1]) else []
     if not is_complex:
-        found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(name, rule)]
+        rules += [name for name, rule in (("max", _max), ("min", _min)) if name not in rules and holds(name, rule)]
     if is_float or is_complex:
         # Means of values that cancel, such as the outputs of a norm, are only rounding.
         moves = (float((value - one.before).abs().max()) for one in observed for value in (one.together, *one.apart))
-        is_rounding = not found and max(moves) < torch.finfo(torch.float32).eps * scale
-        found += ["mean"] if holds("mean", _mean) or is_rounding else []
+        is_rounding = not rules and max(moves) < torch.finfo(torch.float32).eps * scale
+        rules += ["mean"] if holds("mean", _mean) or is_rounding else []
     # If grains differ by little more than rounding, the closest rules come first. If none is exact, `mean` is the
     # likeliest of them: a moving mean with a small momentum.
-    nearest = min((distances[name] for name in found if name in distances), default=0.0)
-    far = {name for name in found if distances.get(name, 0.0) > 10 * nearest + 1e-3}
-    return tuple(sorted(found, key=lambda name: (name in far, nearest > 0 and name != "mean")))
+    nearest = min((distances[name] for name in rules if name in distances), default=0.0)
+    far = {name for name in rules if distances.get(name, 0.0) > 10 * nearest + 1e-3}
+    return tuple(sorted(rules, key=lambda name: (name in far, nearest > 0 and name != "mean")))
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -152,16 +156,11 @@ def _wide(value: Tensor) -> Tensor:
 
 def is_in_order(one: Observed) -> bool:
     """Return True if all grains together leave the new values that each leaves alone, as a queue of samples does."""
-    new = [value[value != one.before] for value in one.apart]
     together = one.together[one.together != one.before]
-    apart = torch.cat(new)
-    return len(together) > 0 and len(together) == len(apart) and _same_values(together, apart)
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    if one.is_complex() or one.dtype == torch.bool:
+    apart = torch.cat([value[value != one.before] for value in one.apart])
+    if not len(together) or len(together) != len(apart) or together.is_complex() or together.dtype == torch.bool:
         return False
-    a, b = one.double().sort().values, other.double().sort().values
+    a, b = together.double().sort().values, apart.double().sort().values
     return bool(((a - b).abs() <= FINE.of_value * b.abs().max()).all())
 
 
@@ -173,12 +172,8 @@ def _min(one: Observed) -> Tensor:
     return torch.stack(list(one.apart)).amin(0)
 
 
-def _total(one: Observed) -> Tensor:
-    return torch.stack(list(one.apart)).sum(0)
-
-
-def _sum(one: Observed) -> Tensor:
-    return one.before + torch.stack([value - one.before for value in one.apart]).sum(0)
+def _total(one: Observed, since: Tensor | int = 0) -> Tensor:
+    return torch.stack([value - since for value in one.apart]).sum(0)
 
 
 def _mean(one: Observed) -> Tensor:
@@ -212,12 +207,6 @@ def _distance(value: Tensor, one: Observed, rounding: Rounding) -> float:
     off = (value - one.together).abs()
     off = off[off.isfinite()]
     return float(off.max()) / max(_limit(one, rounding), 1e-300) if off.numel() else 0.0
-
-
-def _beyond(value: Tensor, one: Observed, sign: int, rounding: Rounding) -> bool:
-    """Return True if a value moved from `one.before` against the bound's direction."""
-    limit = _limit(one, rounding) if value.is_floating_point() else 0.0
-    return bool((sign * (one.before - value) > limit).any())
 
 
 def in_words(rules: Mapping[str, str]) -> str:

@@ -18,15 +18,9 @@ def bits_checksum(tensors: Iterable[Tensor]) -> int:
     """
     total = 0
     for tensor in tensors:
-        total = (3 * total + _sum(tensor)) % (1 << 64)
+        own = tensor.detach().contiguous()
+        flat = (torch.view_as_real(own.resolve_conj()).contiguous() if own.is_complex() else own).reshape(-1)
+        size, place, least = flat.nbytes, flat.storage_offset() * flat.element_size(), flat.element_size()
+        width = next(width for width in _WORDS if size % width == 0 and place % width == 0 and width >= least)
+        total = (3 * total + int(flat.view(_WORDS[width]).sum(dtype=torch.int64))) % (1 << 64)
     return total
-
-
-def _sum(tensor: Tensor) -> int:
-    own = tensor.detach().contiguous()
-    flat = (torch.view_as_real(own.resolve_conj()).contiguous() if own.is_complex() else own).reshape(-1)
-    if not flat.numel():
-        return 0
-    size, place = flat.nbytes, flat.storage_offset() * flat.element_size()
-    width = next(width for width in _WORDS if size % width == 0 and place % width == 0 and width >= flat.element_size())
-    return int(flat.view(_WORDS[width]).sum(dtype=torch.int64)) % (1 << 64)

@@ -58,7 +58,7 @@ def fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[
     bits = words.view(torch.int32)
     if bits.numel() != noise.numel():  # half of a part's last word stays unused
         bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
-    noise.copy_(kept(bits, keep).view_as(noise))
+    noise.copy_(keep_mask(bits, keep).view_as(noise))
 
 
 def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
@@ -73,7 +73,7 @@ def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
         own.set_state(before)
 
 
-def kept(words: Tensor, keep: float) -> Tensor:
+def keep_mask(words: Tensor, keep: float) -> Tensor:
     """Convert random words to booleans, True with probability `keep`."""
     return words < min(round(keep * 2**32) - 2**31, 2**31 - 1)
 
@@ -101,31 +101,26 @@ def _filled(draws: Draws, like: Tensor, numbers: Callable[[Tensor, torch.dtype],
     return numbers(words, like.dtype)[:, :elements].reshape(like.shape)
 
 
-def _in_place(
-    draws: Draws, tensor: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor], scale: float, shift: float
-) -> Tensor | None:
-    found = _filled(draws, tensor, numbers)
-    return None if found is None else tensor.copy_(found.mul_(scale).add_(shift))
-
-
 def _uniform_(draws: Draws, tensor: Tensor, begin: float = 0.0, end: float = 1.0, **named: float) -> Tensor | None:
     begin, end = named.get("from", begin), named.get("to", end)
-    return _in_place(draws, tensor, uniform, end - begin, begin)
+    drawn = _rand_like(draws, tensor)
+    return None if drawn is None else tensor.copy_(drawn.mul_(end - begin).add_(begin))
 
 
 def _normal_(draws: Draws, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor | None:
-    return _in_place(draws, tensor, normal, std, mean)
+    drawn = _randn_like(draws, tensor)
+    return None if drawn is None else tensor.copy_(drawn.mul_(std).add_(mean))
 
 
 def _bernoulli_(draws: Draws, tensor: Tensor, p: Any = 0.5) -> Tensor | None:
     if isinstance(p, Tensor) or tensor.ndim == 0 or tensor.numel() == 0:
         return None
-    return tensor.copy_(kept(draws.words(len(tensor), tensor[0].numel()), p).view(tensor.shape))
+    return tensor.copy_(keep_mask(draws.words(len(tensor), tensor[0].numel()), p).view(tensor.shape))
 
 
 def _bernoulli(draws: Draws, input: Tensor) -> Tensor | None:
-    found = _filled(draws, input.detach(), uniform)
-    return None if found is None else (found < input.detach()).to(input.dtype)
+    drawn = _rand_like(draws, input.detach())
+    return None if drawn is None else (drawn < input.detach()).to(input.dtype)
 
 
 def _rand_like(draws: Draws, input: Tensor) -> Tensor | None:
@@ -142,7 +137,7 @@ def _channels(ndim: int) -> Callable[..., Tensor | None]:
     def dropout(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if input.ndim != ndim or not 0.0 < p < 1.0 or inplace or not input.is_floating_point():
             return None
-        mask = kept(draws.words(*input.shape[:2]), 1.0 - p).view(*input.shape[:2], *[1] * (ndim - 2))
+        mask = keep_mask(draws.words(*input.shape[:2]), 1.0 - p).view(*input.shape[:2], *[1] * (ndim - 2))
         return input * mask.to(input.dtype).div_(1.0 - p)
 
     return dropout
@@ -166,9 +161,9 @@ def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
     weights = scores.softmax(-1)
     if mask is not None:  # torch returns zeros for a query that sees no key
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    noise = kept(draws.words(len(weights), weights[0].numel()), keep).view(weights.shape).to(weights.dtype)
-    found: Tensor = (weights * noise.div_(keep)) @ value
-    return found
+    noise = keep_mask(draws.words(len(weights), weights[0].numel()), keep).view(weights.shape).to(weights.dtype)
+    output: Tensor = (weights * noise.div_(keep)) @ value
+    return output
 
 
 # Handlers take the operation's own arguments. None: nothing was drawn, and each grain is computed by itself.

@@ -77,8 +77,8 @@ def row_runs(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
         return [torch.cat([next(rows).reshape(-1) for _ in range(count)]) for count in counts]
     if tensor.layout == torch.strided:
         return [run.reshape(-1) for run in tensor.split(list(counts))]
-    held = tensor.to_sparse_coo().coalesce()
-    places, values = held.indices(), held.values()
+    sparse = tensor.to_sparse_coo().coalesce()
+    places, values = sparse.indices(), sparse.values()
     values = values.to(torch.complex128 if values.is_complex() else torch.float64)
     ends = torch.tensor([0, *counts], device=places.device).cumsum(0)
     cuts = torch.searchsorted(places[0].contiguous(), ends).tolist()

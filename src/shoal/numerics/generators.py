@@ -49,16 +49,12 @@ def all_generators() -> tuple[Any, ...]:
 def python_generators() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's global generators in comparable form."""
     _, words, next_gauss = random.getstate()
-    # All 624 words are renewed together, and the last counts the used words. Comparing all words takes 30 us a step.
-    return words[-1], words[1:9], next_gauss, _numpytorch_generator()
-
-
-def _numpytorch_generator() -> Any:
-    """Return the state of numpy's generator from its memory in 1 us; get_state takes 32 us, twice in every step."""
     source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(source, np.random.MT19937):
-        return source.state
-    return ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES)
+    # Reading the memory of numpy's generator takes 1 us; get_state takes 32 us, twice in every step.
+    is_usual = isinstance(source, np.random.MT19937)
+    numpys = ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES) if is_usual else source.state
+    # All 624 words are renewed together, and the last counts the used words. Comparing all words takes 30 us a step.
+    return words[-1], words[1:9], next_gauss, numpys
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.numerics.flat import as_real
+
 # A float32 sum of 256 squares in eight lanes is off by about 36 u at most, and a norm by 18 u, which is 1e-6.
 # The worst measured error is 2.1e-7, for constants, which all round the same way. Random numbers stay below 1e-8.
 _ROW = 256
@@ -30,18 +32,26 @@ _BITS, _WIDE_BITS = 24, 40
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
     """Return the Euclidean norm over all gradients: dense or sparse, real or complex, of any floating dtypes."""
-    found = _norm(gradients)
-    return found if _LEAST < found < math.inf else _scaled(gradients, found)
+    norm = norm_tensor(gradients)
+    return settled(gradients, float(norm) if norm is not None else 0.0)
 
 
-def settled(gradients: Sequence[Tensor], found: float) -> float:
+def settled(gradients: Sequence[Tensor], norm: float) -> float:
     """Return the norm over all gradients from the value of `norm_tensor`; recompute it if squares left the range."""
-    return found if _LEAST < found < math.inf else _scaled(gradients, found)
+    if _LEAST < norm < math.inf:
+        return norm
+    # Squares may have left the range: divide the gradients by their largest absolute value.
+    dense = [_dense(g) if g.layout is not torch.strided else g for g in gradients]
+    largest = max((float(g.abs().max()) for g in dense if g.numel()), default=0.0)
+    if math.isnan(norm) or not math.isfinite(largest) or not largest:
+        return norm if not math.isfinite(norm) else largest
+    wide = (g.to(torch.promote_types(g.dtype, torch.float64)) / largest for g in dense)
+    return largest * math.hypot(*(float(norm_tensor([g])) for g in wide))  # type: ignore[arg-type]
 
 
-def is_settled(found: Tensor) -> Tensor:
-    """Check on the device, bool [], whether `settled` and `rounded` would return `rounded_tensor(found)`."""
-    return (found > _LEAST) & torch.isfinite(rounded_tensor(found))
+def is_settled(norm: Tensor) -> Tensor:
+    """Check on the device, bool [], whether `settled` and `rounded` would return `rounded_tensor(norm)`."""
+    return (norm > _LEAST) & torch.isfinite(rounded_tensor(norm))
 
 
 def rounded_tensor(norm: Tensor) -> Tensor:
@@ -61,11 +71,6 @@ def rounded(norm: float, dtypes: Iterable[torch.dtype]) -> float:
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
-    found = norm_tensor(gradients)
-    return float(found) if found is not None else 0.0
-
-
 def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
     """Return the norm, float64 [] on the gradients' device, as far as squares stay in range; None without gradients."""
     if not gradients:
@@ -81,7 +86,7 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
         pieces = [piece.cpu() for piece in pieces]
     # One call: a view of each piece would take four times as long.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
-    norm: Tensor = torch.linalg.vector_norm(_real(flat) if flat.is_complex() else flat, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(as_real(flat).flatten() if flat.is_complex() else flat, dtype=torch.float64)
     return norm
 
 
@@ -95,11 +100,11 @@ def _by_size(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def _rows(gradient: Tensor) -> list[Tensor]:
     """Return the norms of a gradient's short rows, and the remaining elements; only memory with gaps is copied."""
     if gradient.is_complex():
-        gradient = _real(gradient)
+        gradient = as_real(gradient).flatten()
     if not gradient.is_contiguous():
         gradient = gradient.permute(sorted(range(gradient.ndim), key=gradient.stride, reverse=True)).contiguous()
     size = gradient.numel()
-    width = _width(size)
+    width = _row_width(size)
     dtype = torch.float32 if gradient.itemsize < 4 else None
     if size % width == 0:
         return [torch.linalg.vector_norm(gradient.view(-1, width), dim=1, dtype=dtype)]
@@ -108,27 +113,13 @@ def _rows(gradient: Tensor) -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _width(size: int) -> int:
+def _row_width(size: int) -> int:
     """Return the length of rows for `size` elements: a divisor of `size` if there is one in range, else `_ROW`."""
     return next((width for width in range(_ROW, _ROW // 4, -1) if size % width == 0), _ROW)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()).flatten() if tensor.is_complex() else tensor
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient.values()
-
-
-def _scaled(gradients: Sequence[Tensor], found: float) -> float:
-    """Return the norm if squares may have left the range, from gradients divided by their largest absolute value."""
-    dense = [_dense(g) if g.layout is not torch.strided else g for g in gradients]
-    largest = max((float(g.abs().max()) for g in dense if g.numel()), default=0.0)
-    if math.isnan(found) or not math.isfinite(largest) or not largest:
-        return found if not math.isfinite(found) else largest
-    wide = (g.to(torch.promote_types(g.dtype, torch.float64)) / largest for g in dense)
-    return largest * math.hypot(*(_norm([g]) for g in wide))
 
 
 def clip_values(gradients: Sequence[Tensor], limit: float | None) -> None:

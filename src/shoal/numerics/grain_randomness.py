@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.numerics.batch_statistics import normalised_by_grain
-from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
+from shoal.numerics.draws import at_once, fill_kept, keep_mask, of_size, under, words_at
 from shoal.numerics.generators import device_generators, python_generators, seed_torch, torch_generator
 from shoal.plans.grains import Grain, random_key
 
@@ -68,13 +68,12 @@ class GrainScope(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
         kwargs = kwargs or {}
-        if handler is None:
-            return func(*args, **kwargs) if func not in _DIFFERENTIATE else self._differentiated(func, args, kwargs)
-        return handler(self, func, args, kwargs)
+        if handler is not None:
+            return handler(self, func, args, kwargs)
+        if func not in _DIFFERENTIATE:
+            return func(*args, **kwargs)
 
-    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a derivative within the loss with this scope active, so that recomputed regions draw under it."""
-
+        # A derivative within the loss runs with this scope active, so that recomputed regions draw under it.
         def run_backward(*given: Any, **options: Any) -> Any:
             torch.overrides._push_mode(self)
             try:
@@ -198,7 +197,7 @@ def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         noise = torch.empty_like(tensor)
         if scope.by_position and noise.is_cpu:
-            noise.copy_(kept(scope.words(len(noise), noise[0].numel()), 1.0 - p).view_as(noise))
+            noise.copy_(keep_mask(scope.words(len(noise), noise[0].numel()), 1.0 - p).view_as(noise))
         else:
             parts = scope.split(noise)
             fill_kept(noise, parts, 1.0 - p, scope.generators(tensor.device))

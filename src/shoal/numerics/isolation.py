@@ -63,14 +63,14 @@ def without_modes() -> Iterator[None]:
 
     Python's and numpy's generators are restored, because libraries that a trial uses may draw from them.
     """
-    found = []
+    modes = []
     while torch.overrides._get_current_function_mode() is not None:
-        found.append(torch.overrides._pop_mode())
+        modes.append(torch.overrides._pop_mode())
     try:
         with python_generators_kept(), _disable_current_modes():
             yield
     finally:
-        for mode in reversed(found):
+        for mode in reversed(modes):
             torch.overrides._push_mode(mode)
 
 

@@ -23,7 +23,21 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     Raises:
         LossError: If the arguments are no such logits and targets.
     """
-    _refuse_logits(logits, targets)
+    if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
+        raise _no_tensors("shoal.cross_entropy", logits, targets)
+    if targets.is_floating_point():
+        raise LossError(
+            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}, {targets.dtype}",
+            conflict="targets are class numbers (int64), which count as one each; probabilities do not",
+            remedy='for probabilities [N, C] return (F.cross_entropy(logits, targets, reduction="sum"), len(targets)); '
+            "for class numbers write targets.long()",
+        )
+    if (logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else logits.shape[:-1]) != targets.shape:
+        raise LossError(
+            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}",
+            conflict="classes are dim 1: logits [N, C] have targets [N], logits [N, C, ...] have targets [N, ...]",
+            remedy="for logits [batch, positions, C] write cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        )
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
@@ -58,7 +72,7 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     logits = model(inputs)
     if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         raise _no_pair(f"a model that gives {_kind(logits)}, and targets that are {_kind(targets)}")
-    if logits.ndim < 2 or _without_classes(logits) != targets.shape:
+    if logits.ndim < 2 or logits.shape[:1] + logits.shape[2:] != targets.shape:
         raise _no_pair(f"logits {_shape(logits)} and targets {_shape(targets)}")
     correct = (logits.argmax(dim=1) == targets).sum()
     return correct, _count(targets.numel(), correct.device)
@@ -67,28 +81,6 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def _count(number: int, device: torch.device) -> Tensor:
     """Return a count on a device. It is filled there, because a copy from the host would wait for queued work."""
     return torch.full((), number, device=device)
-
-
-def _without_classes(logits: Tensor) -> torch.Size:
-    return logits.shape[:1] + logits.shape[2:]
-
-
-def _refuse_logits(logits: Tensor, targets: Tensor) -> None:
-    if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
-        raise _no_tensors("shoal.cross_entropy", logits, targets)
-    if targets.is_floating_point():
-        raise LossError(
-            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}, {targets.dtype}",
-            conflict="targets are class numbers (int64), which count as one each; probabilities do not",
-            remedy='for probabilities [N, C] return (F.cross_entropy(logits, targets, reduction="sum"), len(targets)); '
-            "for class numbers write targets.long()",
-        )
-    if (_without_classes(logits) if logits.ndim > 1 else logits.shape[:-1]) != targets.shape:
-        raise LossError(
-            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}",
-            conflict="classes are dim 1: logits [N, C] have targets [N], logits [N, C, ...] have targets [N, ...]",
-            remedy="for logits [batch, positions, C] write cross_entropy(logits.flatten(0, 1), targets.flatten())",
-        )
 
 
 def _no_tensors(name: str, first: Any, second: Any) -> LossError:

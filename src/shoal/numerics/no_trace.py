@@ -37,10 +37,13 @@ class StateChange:
     """Change of Python state: its dotted name, as Job(allow_state=...) takes it, and its kind.
 
     `kind`: number, tensor, container or generator. The values that a generator has yielded cannot be restored.
+    `home`, `key`: namespace and key of the attribute or variable, which may be gone.
     """
 
     name: str
     kind: str
+    home: MutableMapping[str, Any]
+    key: str
 
 
 def copy_of(batch: Any) -> Any:
@@ -110,10 +113,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         }
 
     def __enter__(self) -> NoTrace:
-        self._generators = _generators()
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._generators = torch.default_generator.get_state(), cuda, random.getstate(), np.random.get_state()
         self._computed = [cache.cache_info().misses for cache in self._caches]
         keeper = ValueKeeper({id(home) for _, home, _ in self._places})
-        self._kept = [(name, home, KeptDict(home, skip, keeper, each=True)) for name, home, skip in self._places]
+        self._namespaces = [(name, home, KeptDict(home, skip, keeper, each=True)) for name, home, skip in self._places]
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._registered = [[dict(home) for home in homes] for homes in self._hooks]
@@ -144,8 +148,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Restore the state at the beginning of the context."""
         self._restore_values()
         self._restore_hooks()
-        for _, _, kept in self._kept:
-            kept.restore()
+        for _, _, before in self._namespaces:
+            before.restore()
         for place, cache in enumerate(self._caches):
             if cache.cache_info().misses != self._computed[place]:
                 cache.cache_clear()
@@ -159,9 +163,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._restore_values()
         if only is not None:
             self._restore_hooks()
-        for name, _, kept in self._kept:
-            names = {key: f"{name}.{key}".lstrip(".") for key in kept.keys()}  # noqa: SIM118 - no mapping
-            kept.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
+        for name, _, before in self._namespaces:
+            names = {key: f"{name}.{key}".lstrip(".") for key in before.keys()}  # noqa: SIM118 - no mapping
+            before.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
 
     def _restore_values(self) -> None:
         if self._gathering is not None:
@@ -169,9 +173,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
             for unit in (module for module in self._gathering.modules() if isinstance(module, FSDPModule)):
                 unit.reshard()  # else what a forward without a backward has gathered, and perhaps written, stays
-        for name, (held, key, parameter) in self._places_of.items():
-            if held.get(key) is not parameter:
-                held[key] = parameter
+        for name, (home, key, parameter) in self._places_of.items():
+            if home.get(key) is not parameter:
+                home[key] = parameter
                 self.replaced.add(name)
                 refresh_recurrent(self._modules)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -219,42 +223,42 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                 if str(getattr(hook, "__module__", "")).startswith("shoal.")
             }
             for home, before in zip(homes, registered, strict=True):
-                kept = {number: hook for number, hook in before.items() if number not in own or number in home}
-                kept |= {number: hook for number, hook in home.items() if number in own}
+                hooks = {number: hook for number, hook in before.items() if number not in own or number in home}
+                hooks |= {number: hook for number, hook in home.items() if number in own}
                 home.clear()
-                home.update(kept)
+                home.update(hooks)
 
     def changed_buffers(self) -> list[str]:
         """Return the names of buffers that were written, including writes through `.data` and of equal values."""
-        found = []
+        written = self._guard.written() if self._guard is not None else set()
+        names = []
         for name, (home, key) in self._buffers.items():
             now, (tensor, value) = home.get(key), self._was_buffer[name]
-            if now is not tensor or self._is_written(tensor) or not same_bits(now, value):
-                found.append(name)
-        return found
+            if now is not tensor or id(tensor) in written or not same_bits(now, value):
+                names.append(name)
+        return names
 
     def written_parameters(self) -> list[str]:
         """Return the names of parameters that an operator wrote, even if the values stayed equal."""
-        gathered = self._guard.gathered if self._guard is not None else ()
-        return [*gathered, *(name for name, (data, *_) in self._was.items() if self._is_written(data))]
-
-    def _is_written(self, tensor: Tensor) -> bool:
-        return self._guard is not None and self._guard.sees and self._guard.before(tensor) is not None
+        if self._guard is None:
+            return []
+        written = self._guard.written()
+        return [*self._guard.gathered, *(name for name, (data, *_) in self._was.items() if id(data) in written)]
 
     def changed_parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters that have other values than before, by name."""
-        found = {}
+        copies = {}
         for name, parameter in self._parameters.items():
             data, *_, mark = self._was[name]
-            before = self._guard.before(data) if self._guard is not None else None
+            _, before = self._guard.copies.get(id(data), (None, None)) if self._guard is not None else (None, None)
             moved = is_plain(parameter) and parameter.data_ptr() != data.data_ptr()
             if before is None and not moved:
                 differs = mark != _mark(parameter)
             else:
                 differs = not same_bits(parameter, data if before is None else before)
             if differs:
-                found[name] = parameter.detach().clone()
-        return found
+                copies[name] = parameter.detach().clone()
+        return copies
 
     def unrestored(self) -> list[str]:
         """Return the names of parameters with writes that were not seen, so that `restore` could not restore them."""
@@ -263,27 +267,18 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     def changes(self) -> list[StateChange]:
         """Return the attributes, variables and containers that changed."""
         return [
-            StateChange(f"{name}.{key}".lstrip("."), kind)
-            for name, _, kept in self._kept
-            for key, kind in kept.differences()
+            StateChange(f"{name}.{key}".lstrip("."), kind, home, key)
+            for name, home, before in self._namespaces
+            for key, kind in before.differences()
         ]
 
     def names(self) -> set[str]:
         """Return the names of all attributes and variables, of the beginning and of now."""
-        return {f"{name}.{key}".lstrip(".") for name, _, kept in self._kept for key in kept.keys()}  # noqa: SIM118
-
-    def places(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
-        """Return name, home and key of each attribute and variable that has changed and still exists."""
-        return [
-            (f"{name}.{key}".lstrip("."), home, key)
-            for name, home, kept in self._kept
-            for key, _ in kept.differences()
-            if key in home
-        ]
+        return {f"{name}.{key}".lstrip(".") for name, _, of in self._namespaces for key in of.keys()}  # noqa: SIM118
 
     def numbers(self) -> list[Number]:
         """Return the numbers that have changed, including numbers within containers and objects."""
-        return [number for name, _, kept in self._kept for number in kept.numbers(name)]
+        return [number for name, _, before in self._namespaces for number in before.numbers(name)]
 
 
 def refresh_recurrent(modules: Iterable[nn.Module]) -> None:
@@ -330,7 +325,7 @@ class _WriteGuard(TorchDispatchMode):
         self._homes: dict[int, list[Tensor]] = collections.defaultdict(list)
         for tensor in filter(is_plain, tensors):
             self._homes[tensor.untyped_storage()._cdata].append(tensor)
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # a written tensor and its value before, by the tensor's id
         self.sees = True  # whether the mode is active, so that only written tensors are copied
         self._writing: dict[Any, tuple[tuple[int, str], ...]] = {}
 
@@ -349,34 +344,25 @@ class _WriteGuard(TorchDispatchMode):
                     self.copy(self._homes.get(tensor.untyped_storage()._cdata, ()))
                     if self._gathering is not None and func.namespace == "aten":
                         home = tensor.untyped_storage()._cdata
-                        held = ((n, p) for n, p in self._gathering.named_parameters() if is_plain(p))
-                        self.gathered |= {n: None for n, p in held if p.untyped_storage()._cdata == home}
+                        plain = ((n, p) for n, p in self._gathering.named_parameters() if is_plain(p))
+                        self.gathered |= {n: None for n, p in plain if p.untyped_storage()._cdata == home}
         return func(*args, **kwargs)
 
     def copy(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors that have no copy yet."""
         for tensor in filter(is_plain, tensors):
-            if id(tensor) not in self._copies:
-                self._copies[id(tensor)] = tensor, tensor.detach().clone()
+            if id(tensor) not in self.copies:
+                self.copies[id(tensor)] = tensor, tensor.detach().clone()
 
-    def before(self, tensor: Tensor) -> Tensor | None:
-        """Return the value before the first write, or None if nothing wrote the tensor."""
-        found = self._copies.get(id(tensor))
-        return None if found is None else found[1]
+    def written(self) -> set[int]:
+        """Return the ids of the tensors that operators wrote, as far as this mode sees operators."""
+        return set(self.copies) if self.sees else set()
 
     def put_back(self) -> None:
         """Write the copies back; later writes are copied anew."""
-        for tensor, value in self._copies.values():
+        for tensor, value in self.copies.values():
             if tensor.shape != value.shape and not tensor.requires_grad:  # the first forward has set the buffer's shape
                 tensor.resize_(value.shape)
             tensor.copy_(value)
         if self.sees:
-            self._copies.clear()
-
-
-# -------------------------------------------------------------------------------------------------------- generators
-
-
-def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.default_generator.get_state(), cuda, random.getstate(), np.random.get_state()
+            self.copies.clear()

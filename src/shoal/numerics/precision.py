@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import JobError
-from shoal.numerics.flat import is_strided
+from shoal.numerics.flat import as_real, is_strided
 from shoal.plans.plan import PrecisionSection
 
 _TENSORS = {Tensor, nn.Parameter}
@@ -89,20 +88,22 @@ class Precision:
         """
         if self._leaves_tensors and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
             return type(batch)(batch)  # a copy: a loss may change it, and a later call passes the batch again
-        moved = tree_map(self._input, batch)
-        return tree_map(channels_last, moved) if self.channels_last else moved
+
+        def convert(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = value.to(self.device, non_blocking=True)
+            if self.widens and value.is_floating_point() and (self.widened or value.itemsize < 4):
+                value = value.float()
+            else:
+                value = converted(value, self.parameters)
+            return channels_last(value) if self.channels_last else value
+
+        return tree_map(convert, batch)
 
     @functools.cached_property
     def _leaves_tensors(self) -> bool:
         return self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last)
-
-    def _input(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.to(self.device, non_blocking=True)
-        if self.widens and value.is_floating_point() and (self.widened or value.itemsize < 4):
-            return value.float()
-        return converted(value, self.parameters)
 
 
 def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -185,7 +186,7 @@ class LossScale:
         return replace(self, good_steps=self.good_steps + 1)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # called for each microbatch
 def _power_of_two(count: int) -> float:
     return 2.0 ** round(math.log2(count))
 
@@ -197,8 +198,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 def numbers(tensor: Tensor) -> Tensor:
     """Return a tensor's values in float64; a complex tensor gets one more dim for both parts."""
-    found = wide(tensor)
-    return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    return as_real(wide(tensor))
 
 
 # ------------------------------------------------------------------------------------------------- grouped products
@@ -210,33 +210,28 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _ALIGNED = 16  # bytes: the kernel rejects rows of any size but a multiple
 
 
-@cache
+@functools.cache
 def cast_grouped_products() -> tuple[torch.library.Library, ...]:
     """Register the grouped product with autocast in this process, as long as the returned registrations live."""
-    return tuple(_registered(device, key) for device, key in _AUTOCAST_KEYS.items())
+    libraries = []
+    for device, key in _AUTOCAST_KEYS.items():
+        dispatched = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        libraries.append(torch.library.Library("aten", "IMPL", key))
+        libraries[-1].impl("_grouped_mm", functools.partial(_autocast_product, device, dispatched))
+    return tuple(libraries)
 
 
-def _registered(device: str, key: str) -> torch.library.Library:
-    dispatched = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def product(left: Tensor, right: Tensor, *rest: Any, **settings: Any) -> Tensor:
-        narrow = torch.get_autocast_dtype(device)
-        wanted = settings.get("out_dtype", rest[2] if len(rest) > 2 else None)
-        if wanted in (None, narrow) and _is_cast(left, right, device, narrow):
-            left, right = left.to(narrow), right.to(narrow)
-        with torch._C._ExcludeDispatchKeyGuard(dispatched):
-            return torch.ops.aten._grouped_mm.default(left, right, *rest, **settings)  # type: ignore[no-any-return]
-
-    library = torch.library.Library("aten", "IMPL", key)
-    library.impl("_grouped_mm", product)
-    return library
-
-
-def _is_cast(left: Tensor, right: Tensor, device: str, narrow: torch.dtype) -> bool:
-    """Return True if autocast would cast these factors in another product and the kernel accepts their row sizes."""
+def _autocast_product(device: str, dispatched: Any, left: Tensor, right: Tensor, *rest: Any, **settings: Any) -> Tensor:
+    """Compute the grouped product, in the dtype of autocast if autocast would cast the factors of another product."""
+    narrow = torch.get_autocast_dtype(device)
+    wanted = settings.get("out_dtype", rest[2] if len(rest) > 2 else None)
     kinds = {factor.dtype for factor in (left, right) if factor.device.type == device}
     aligned = all(size * narrow.itemsize % _ALIGNED == 0 for size in (left.shape[-1], right.shape[-1]))
-    return aligned and bool(kinds) and kinds <= {torch.float32, torch.float16, torch.bfloat16}
+    is_cast = bool(kinds) and kinds <= {torch.float32, torch.float16, torch.bfloat16}
+    if wanted in (None, narrow) and aligned and is_cast:
+        left, right = left.to(narrow), right.to(narrow)
+    with torch._C._ExcludeDispatchKeyGuard(dispatched):
+        return torch.ops.aten._grouped_mm.default(left, right, *rest, **settings)  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------------------------- products in float32
@@ -275,22 +270,18 @@ class ProductsInFloat32(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = _narrow_kind(args) if func in _PRODUCTS else None
-        if kind is None:
+        if func not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        first, second = [value for value in tree_leaves(args) if isinstance(value, Tensor)][:2]
+        kind = first.dtype
+        if kind != second.dtype or first.device.type != "cpu" or kind not in _SUPPORTED:
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(lambda value: _cast(value, kind, torch.float32), (args, kwargs or {}))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # The logarithms of the sums in attention stay in float32, as in torch's own narrow kernel.
         if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
-            return _cast(found[0], torch.float32, kind), *found[1:]
-        return tree_map(lambda value: _cast(value, torch.float32, kind), found)
-
-
-def _narrow_kind(args: tuple[Any, ...]) -> torch.dtype | None:
-    """Return the dtype of a product's first two operands if it is narrow and the first is on the CPU, else None."""
-    first, second = [value for value in tree_leaves(args) if isinstance(value, Tensor)][:2]
-    same = first.dtype == second.dtype and first.device.type == "cpu"
-    return first.dtype if same and first.dtype in _SUPPORTED else None
+            return _cast(result[0], torch.float32, kind), *result[1:]
+        return tree_map(lambda value: _cast(value, torch.float32, kind), result)
 
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:

@@ -70,11 +70,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return one.is_meta and other.is_meta
     with torch._C.DisableTorchFunction():
         one, other = one.detach(), other.detach()
-        return torch.equal(one, other) or (
-            (one.is_floating_point() or one.is_complex())
-            and bool(torch.equal(one.isnan(), other.isnan()))
-            and torch.equal(one.nan_to_num(), other.nan_to_num())
-        )
+        if torch.equal(one, other) or not (one.is_floating_point() or one.is_complex()):
+            return torch.equal(one, other)
+        return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class KeptDict:
@@ -85,41 +83,46 @@ class KeptDict:
     ) -> None:
         """Copy the content of `home`. `each`: the keeper's limit of items applies to each entry separately."""
         self._home, self._skip = home, frozenset(skip)
-        self._kept: dict[Any, _Kept] = {}
+        self._before: dict[Any, _Kept] = {}
         for key, value in home.items():
             if key not in self._skip:
                 keeper.items_left = _MOST_ITEMS if each else keeper.items_left
-                self._kept[key] = keeper.keep(value)
+                self._before[key] = keeper.keep(value)
 
     def keys(self) -> set[Any]:
         """Return the original keys and the current keys."""
-        return {key for key in self._home if key not in self._skip} | self._kept.keys()
+        return {key for key in self._home if key not in self._skip} | self._before.keys()
 
     def differences(self) -> Iterator[tuple[str, str]]:
         """Yield key and kind of each entry that was replaced or has other content."""
         for key in self.keys():
-            kept = self._kept.get(key)
+            before = self._before.get(key)
             if key not in self._home:
                 yield str(key), "container"
-            elif kept is None or not kept.same(self._home[key], set()):
+            elif before is None or not before.same(self._home[key], set()):
                 value = self._home[key]
-                is_new = kept is None or kept.value is not value  # an iterator that the forward has made
-                yield str(key), "container" if is_new and _is_one_way(value) else _kind(value)
+                if isinstance(value, Tensor):
+                    kind = "tensor"
+                elif _is_one_way(value) and before is not None and before.value is value:
+                    kind = "generator"  # an iterator that the forward has made is a container's content
+                else:
+                    kind = "number" if isinstance(value, bool | int | float | complex) else "container"
+                yield str(key), kind
 
     def same(self, begun: set[int]) -> bool:
         """Return True if keys and values equal the original ones; objects in `begun` are not compared again."""
         now = {key for key in self._home if key not in self._skip}
-        return now == self._kept.keys() and all(k.same(self._home[key], begun) for key, k in self._kept.items())
+        return now == self._before.keys() and all(k.same(self._home[key], begun) for key, k in self._before.items())
 
     def restore(self, begun: set[int] | None = None, stays: Collection[Any] = ()) -> None:
         """Restore the entries, except for the keys in `stays`."""
         begun = set() if begun is None else begun
-        for key, kept in self._kept.items():
+        for key, before in self._before.items():
             if key not in stays:
-                value = kept.restore(begun)
+                value = before.restore(begun)
                 if key not in self._home or self._home[key] is not value:
                     self._home[key] = value
-        for key in self.keys() - self._kept.keys():
+        for key in self.keys() - self._before.keys():
             if key not in stays:
                 del self._home[key]
 
@@ -128,7 +131,7 @@ class KeptDict:
         begun: set[int] = set()
         for key in list(self._home):
             if key not in self._skip:
-                before = self._kept.get(key) or _Kept(None)
+                before = self._before.get(key) or _Kept(None)
                 yield from before.numbers(self._home, key, f"{of}.{key}".lstrip("."), begun)
 
 
@@ -173,7 +176,7 @@ class _Kept:
         if isinstance(self.content, list):
             items = list(value)
             return len(items) == len(self.content) and all(
-                kept.same(item, begun) for kept, item in zip(self.content, items, strict=True)
+                before.same(item, begun) for before, item in zip(self.content, items, strict=True)
             )
         return not isinstance(self.content, int) or len(value) == self.content
 
@@ -209,7 +212,7 @@ class _Kept:
         elif now is self.value and isinstance(self.content, KeptDict):
             inner = self.content
             for at in list(inner.keys() & set(inner._home)):
-                before = inner._kept.get(at) or _Kept(None)
+                before = inner._before.get(at) or _Kept(None)
                 yield from before.numbers(inner._home, at, name, begun, f"{path}.{at}")
         elif (
             isinstance(now, list | collections.deque)
@@ -249,7 +252,7 @@ class _Kept:
         elif isinstance(self.content, KeptDict):
             self.content.restore(begun)
         elif isinstance(self.content, list):
-            items = [kept.restore(begun) for kept in self.content]
+            items = [before.restore(begun) for before in self.content]
             if len(value) != len(items) or not all(map(operator.is_, value, items)):
                 if isinstance(value, list):
                     value[:] = items
@@ -278,11 +281,11 @@ class ValueKeeper:
             return self._seen[id(value)]
         if self._depth == _MOST_DEPTH:
             return _Kept(value)
-        kept = self._seen[id(value)] = _Kept(value)
+        copied = self._seen[id(value)] = _Kept(value)
         self._depth += 1
-        kept.content = self._content(value)
+        copied.content = self._content(value)
         self._depth -= 1
-        return kept
+        return copied
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -419,14 +422,6 @@ def _is_users(kind: Any) -> bool:
     return where is None or (not where.startswith(_LIBRARIES) and package != "shoal")
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "tensor"
-    if _is_one_way(value):
-        return "generator"
-    return "number" if isinstance(value, bool | int | float | complex) else "container"
-
-
 class _Slots(MutableMapping[str, Any]):
     """Attributes of an object with `__slots__` in its class, including the attributes in its `__dict__`."""
 
@@ -500,10 +495,10 @@ class _Named(MutableMapping[str, Any]):
             del self._home[key]
 
     def __iter__(self) -> Iterator[str]:
-        held = vars(self._home) if isinstance(self._home, type) else self._home
+        home = vars(self._home) if isinstance(self._home, type) else self._home
         if self._names is None:
-            return iter([n for n, v in held.items() if not n.startswith("__") and _is_data(v) and n not in _OF_CLASSES])
-        return iter([name for name in self._names if name in held])
+            return iter([n for n, v in home.items() if not n.startswith("__") and _is_data(v) and n not in _OF_CLASSES])
+        return iter([name for name in self._names if name in home])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -533,7 +528,7 @@ def reachable(  # noqa: C901 - a case for each kind of value
 
     Each has a name for people and the keys to skip. Appends the functions with a functools cache to `caches`.
     """
-    found: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []
+    places: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []
     seen: set[int] = {id(module) for module in modules}
 
     def visit(name: str, value: Any) -> None:
@@ -552,7 +547,7 @@ def reachable(  # noqa: C901 - a case for each kind of value
                     **dict(zip(map(str, itertools.count()), value.args, strict=False)),
                     **value.keywords,
                 }
-                found.append((name, {key: part for key, part in parts.items() if _is_data(part)}, frozenset()))
+                places.append((name, {key: part for key, part in parts.items() if _is_data(part)}, frozenset()))
             for part in parts.values():
                 visit(name, part)
         elif isinstance(value, types.FunctionType):
@@ -560,7 +555,7 @@ def reachable(  # noqa: C901 - a case for each kind of value
                 visit_function(name, value)
         elif isinstance(value, type):
             if _is_users(value):
-                found.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
+                places.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
                 for member in list(vars(value).values()):
                     inner = (getattr(member, kind, None) for kind in ("__func__", "func", "fget", "fset"))
                     for part in (member, *inner) if not isinstance(member, type) else ():
@@ -568,28 +563,30 @@ def reachable(  # noqa: C901 - a case for each kind of value
         elif isinstance(value, nn.Module):
             for inner, module in value.named_modules():
                 own_name = f"{name}.{inner}" if inner else name
-                found.append((own_name, vars(module), OF_TORCH - {"_parameters", "_buffers"}))
+                places.append((own_name, vars(module), OF_TORCH - {"_parameters", "_buffers"}))
                 visit(own_name, type(module))
         elif (attributes := _attributes(value)) is not None:
-            found.append((name, attributes, frozenset()))
+            places.append((name, attributes, frozenset()))
             visit(name, type(value))
 
     def visit_function(name: str, function: types.FunctionType) -> None:
         cells, code = _Cells(function), function.__code__
-        found.append((name, cells, frozenset()))
-        found.append((name, vars(function), frozenset()))
+        places.append((name, cells, frozenset()))
+        places.append((name, vars(function), frozenset()))
         outer = function.__globals__
         names = _names_in(code, "GLOBAL") - vars(builtins).keys()
-        found.append((name, _Named(outer, [n for n in names if n not in outer or _is_data(outer[n])]), frozenset()))
+        places.append((name, _Named(outer, [n for n in names if n not in outer or _is_data(outer[n])]), frozenset()))
         read = [outer[n] for n in names if n in outer]
         for module in (one for one in read if isinstance(one, types.ModuleType) and _is_users(one)):
             inner = {n: vars(module)[n] for n in _names_in(code, "ATTR", "METHOD") if n in vars(module)}
-            found.append((module.__name__, _Named(vars(module), [n for n in inner if _is_data(inner[n])]), frozenset()))
+            places.append(
+                (module.__name__, _Named(vars(module), [n for n in inner if _is_data(inner[n])]), frozenset())
+            )
             read += inner.values()
         arguments = code.co_varnames[: code.co_argcount]
         defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False))
         defaults |= function.__kwdefaults__ or {}
-        found.append((name, {n: value for n, value in defaults.items() if _is_data(value)}, frozenset()))
+        places.append((name, {n: value for n, value in defaults.items() if _is_data(value)}, frozenset()))
         for value in (*cells.values(), *read, *defaults.values()):
             if callable(value):
                 visit(getattr(value, "__name__", None) or name, value)
@@ -602,7 +599,7 @@ def reachable(  # noqa: C901 - a case for each kind of value
     for module in modules:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             visit(getattr(hook, "__name__", None) or type(hook).__name__, hook)
-    return found
+    return places
 
 
 def _names_in(code: types.CodeType, *kinds: str) -> set[str]:

@@ -164,10 +164,10 @@ def test_the_best_is_saved_once_the_one_before_is_done(monkeypatch: pytest.Monke
     """Or what the run names as its best would not be there."""
     store, started = Gated(), list[int]()
     keeper = Keeper(alone(torch.device("cpu")), store, Mock(callbacks=None), 1)
-    writer = keeper._writer
+    writer = keeper.writer
     assert writer is not None
     writer._patience = 0.01
-    monkeypatch.setattr(keeper, "_start", lambda store, state: started.append(state.step))
+    monkeypatch.setattr(keeper._snapshots, "take", lambda state: started.append(state.step))
     writer.write(taken(1))
     threading.Timer(0.2, store.gate.set).start()
     keeper.save_best(RunState(step=2))

@@ -10,7 +10,17 @@ import torch
 
 from shoal.checkpoint.manifest import MANIFEST_NAME
 from shoal.checkpoint.places import RemotePlace
-from shoal.checkpoint.store import BEST_NAME, NewestMark, SavedCheckpoint, Snapshot, Store, directory_name, open_in
+from shoal.checkpoint.store import (
+    BEST_NAME,
+    NewestMark,
+    SavedCheckpoint,
+    Snapshot,
+    Store,
+    directory_name,
+    open_in,
+    remove_later,
+    write_tensors,
+)
 from shoal.errors import FencedError
 from shoal.runs.directory_lock import Fence
 
@@ -23,7 +33,8 @@ def opened(tmp_path: Path, keep: int | None = 3) -> Store:
     found = Store(
         here / "checkpoints", keep, NewestMark(here / "saved.json"), remote=RemotePlace(f"file://{tmp_path}/there/run")
     )
-    found.take_over()
+    assert found.remote is not None
+    found.remote.take_over(found.folder.parent, found.fence)
     return found
 
 
@@ -96,7 +107,7 @@ def test_a_changed_byte_is_found_and_the_one_before_is_taken(tmp_path: Path) -> 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.add(store.begin(3), "model", {"weight": torch.ones(2)})
+    write_tensors(store.place, store.begin(3), "model", {"weight": torch.ones(2)})
     store.write(snapshot(5))
     store.place.move(directory_name(5), ".old-step-00000005-abcdef")
     store.clean()
@@ -121,7 +132,7 @@ def test_a_commit_that_was_begun_before_another_run_took_over_moves_nothing(tmp_
         second.write(snapshot(step, best=step == 4))
     with pytest.raises(OSError, match="another run trains there since"):
         first.commit(aside, 6, files, {}, best=True)
-    acts: list[Callable[[], object]] = [lambda: first.keep_best(6), first.clean, lambda: first.forget_after(4)]
+    acts: list[Callable[[], object]] = [lambda: first.keep_best(6), first.clean, lambda: remove_later(first, 4)]
     for act in acts:
         with pytest.raises(OSError, match="another run trains there since"):
             act()
@@ -134,7 +145,7 @@ def test_a_folder_that_lacks_a_file_becomes_no_checkpoint(tmp_path: Path) -> Non
     store = opened(tmp_path)
     store.write(snapshot(6))
     aside = store.begin(6)
-    files = dict([store.add(aside, "model", {"weight": torch.ones(2)})])
+    files = dict([write_tensors(store.place, aside, "model", {"weight": torch.ones(2)})])
     there(tmp_path, aside, "model.safetensors").unlink()
     with pytest.raises(OSError, match=r"is not whole any more: model.safetensors is gone"):
         store.commit(aside, 6, files, {})
@@ -158,5 +169,5 @@ def test_a_process_whose_followers_go_on_does_not_take_over(tmp_path: Path) -> N
     Fence.next(tmp_path / "here", 1, "second")
     remote = RemotePlace(f"file://{tmp_path}/there/run")
     with pytest.raises(FencedError):
-        Store(tmp_path / "here" / "checkpoints", fence=fence, remote=remote).take_over()
+        remote.take_over(tmp_path / "here", fence)
     assert (tmp_path / "there" / "run" / "owner.json").read_text() == mark

@@ -387,12 +387,12 @@ def test_the_best_outlives_newer_ones(tmp_path: Path) -> None:
 
 def test_the_best_is_made_up_for_where_a_kill_came_before(store: Store) -> None:
     """Of a step that has a checkpoint; of one that has none the best stays as it is."""
-    store.mend_best(10)
+    store.keep_best(10, if_missing=True)
     assert open_folder(store.folder / "best").step == 10
-    store.mend_best(15)
+    store.keep_best(15, if_missing=True)
     assert open_folder(store.folder / "best").step == 10
     (store.folder / "best" / MANIFEST_NAME).unlink()
-    store.mend_best(20)
+    store.keep_best(20, if_missing=True)
     assert open_folder(store.folder / "best").step == 20
 
 

@@ -111,7 +111,7 @@ def test_random_damages_are_all_found(tmp_path: Path) -> None:
         store = Store(tmp_path / str(number))
         shutil.copytree(kept.folder, store.folder)
         before = {path.name: path.read_bytes() for path in files(store, 20)}
-        what = damage(store.path(20), store.path(10), drawn)
+        what = damage(store.folder / directory_name(20), store.folder / directory_name(10), drawn)
         after = {path.name: path.read_bytes() for path in files(store, 20) if path.is_file() and not path.is_symlink()}
         if before == after:  # zeros where there were some
             continue
@@ -167,7 +167,7 @@ def test_forged_manifests_are_all_found_and_nothing_outside_is_opened(
     for number in range(NUM_FORGED):
         store = Store(tmp_path / str(number))
         store.write(taken)
-        manifest = store.path(20) / MANIFEST_NAME
+        manifest = store.folder / directory_name(20) / MANIFEST_NAME
         body = json.loads(manifest.read_bytes())["body"]
         forged(body, drawn, secret)
         manifest.write_bytes(seal(body))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.draws import kept, normal, uniform, words_at
+from shoal.numerics.draws import keep_mask, normal, uniform, words_at
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.plans.grains import divide
 
@@ -41,7 +41,7 @@ def test_bits_are_even_and_rows_unrelated() -> None:
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 1.0 - 2**-20])
 def test_the_share_that_is_kept(keep: float) -> None:
-    assert abs(float(kept(words(), keep).double().mean()) - keep) < FAR * math.sqrt(keep * (1 - keep)) + 2**-32
+    assert abs(float(keep_mask(words(), keep).double().mean()) - keep) < FAR * math.sqrt(keep * (1 - keep)) + 2**-32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -129,7 +129,8 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 self.fence.write(self.path, record.to_json())
-                trained_at, writing = self.trained_at or time.time(), self.engine.keeper.writing
+                trained_at, writer = self.trained_at or time.time(), self.engine.keeper.writer
+                writing = writer.mean_cpu_seconds() if writer is not None else None
                 self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:
             return StorageError(

@@ -22,8 +22,8 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
     A batch script has SLURM_PROCID too. With Slurm 22.05, only srun sets SLURM_STEP_NUM_TASKS.
     """
-    found = numbers_of(variables, (_SIZE, "SLURM_STEP_ID"))
-    if found.get(_SIZE, 1) == 1 or found.get("SLURM_STEP_ID", 0) >= _SPECIAL_STEPS:
+    step_numbers = numbers_of(variables, (_SIZE, "SLURM_STEP_ID"))
+    if step_numbers.get(_SIZE, 1) == 1 or step_numbers.get("SLURM_STEP_ID", 0) >= _SPECIAL_STEPS:
         return None
     refuse_missing(
         variables,

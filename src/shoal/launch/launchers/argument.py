@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from shoal.errors import CommandError, nearest
 
 T = TypeVar("T")
-Check = tuple[Callable[[], bool], str]  # a check, and what to write if it fails
 # A comma within brackets belongs to the value: local-cluster[2,1,1024].
 _COMMA = re.compile(r",(?![^\[]*\])")
 
@@ -42,7 +40,12 @@ def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> 
         elif key in values:
             wrong.append(f"{key} is given twice")
         else:
-            values[key] = _converted(str(known[key].type), key, text.strip(), wrong)
+            values[key] = text.strip()
+            if str(known[key].type).startswith("int"):
+                if text.strip().isdecimal():
+                    values[key] = int(text)
+                else:
+                    wrong.append(f"{key}={text.strip()} is no whole number")
     if wrong:
         raise CommandError(
             given=f"--on {name}:{argument}",
@@ -50,19 +53,3 @@ def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> 
             remedy=f"write --on {name}:{'WORD,' if word else ''}KEY=VALUE,...; its settings are {', '.join(known)}",
         )
     return kind(**values)
-
-
-def _converted(wanted: str, key: str, text: str, wrong: list[str]) -> Any:
-    if not wanted.startswith("int"):
-        return text
-    if text.isdecimal():
-        return int(text)
-    wrong.append(f"{key}={text} is no whole number")
-    return 0
-
-
-def refuse_wrong(given: str, checks: Mapping[str, Check]) -> None:
-    """Raise CommandError that lists every check that fails, and for each what to write."""
-    failed = {conflict: remedy for conflict, (holds, remedy) in checks.items() if not holds()}
-    if failed:
-        raise CommandError(given=given, conflict="\n".join(failed), remedy="\n".join(failed.values()))

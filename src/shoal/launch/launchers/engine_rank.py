@@ -180,7 +180,7 @@ class RankEnd:
 
     @property
     def is_well(self) -> bool:
-        """Whether the rank is done, or has stopped on request."""
+        """True if the rank is done, or has stopped on request."""
         return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
 
     @property

@@ -19,6 +19,7 @@ from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.kubernetes_objects import LONGEST_NAME, NOBODY_SAID, KubernetesSettings, PodRun
 from shoal.launch.launchers.yaml_text import documents
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import Child
 
 # Reasons that do not go away by waiting.
 _HOPELESS = {
@@ -49,64 +50,49 @@ def start(submission: Submission, signals: Signals) -> int:
             conflict="there is no kubectl here to apply the objects with",
             remedy="install kubectl; or add --dry-run > run.yaml, and apply that file where there is one",
         )
-    watched = PodWatch(run, Kubectl(kubectl, run.settings.namespace))
-    _refuse_older(run, watched.kubectl)
-    watched.kubectl.call("apply", "-f", "-", text=documents(run.objects()))
-    return watched.follow(signals)
-
-
-def _refuse_older(run: PodRun, kubectl: Kubectl) -> None:
-    """Raise LaunchError if an object of that name exists, since its end would be followed instead."""
-    older = kubectl.json(run.watched[0])
-    if not older:
-        return
-    began = older.get("metadata", {}).get("creationTimestamp", "")
-    raise LaunchError(
-        given=f"name={run.settings.name}",
-        conflict=f"{run.watched[0]} is there already, since {began}: a run that goes on, or one that has ended",
-        remedy=f"write another name=, or kubectl delete {run.watched[0]}; a new one goes on where its run directory is",
-    )
+    watch = PodWatch(run, Kubectl(kubectl, run.settings.namespace))
+    older = watch.kubectl.json(run.watched[0])
+    if older:  # its end would be followed instead
+        began = older.get("metadata", {}).get("creationTimestamp", "")
+        raise LaunchError(
+            given=f"name={run.settings.name}",
+            conflict=f"{run.watched[0]} is there already, since {began}: a run that goes on, or one that has ended",
+            remedy=f"write another name=, or kubectl delete {run.watched[0]}; a new one goes on where its run "
+            "directory is",
+        )
+    watch.kubectl.call("apply", "-f", "-", text=documents(run.objects()))
+    return watch.follow(signals)
 
 
 def pod_run(submission: Submission) -> PodRun:
-    """Return the run in pods. Raises: CommandError for invalid settings."""
-    given = f"--on kubernetes:{submission.options}"
-    settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
-    settings.check(given, submission.num_processes, needs_volume=submission.address is None)
-    on = ("--on", "ray") if settings.kind == "rayjob" else ()
-    words = ("shoal", *_in_pod(submission, settings), "--resume-if-exists", *on)
-    return PodRun(settings, submission.num_processes // settings.pods, words)
+    """Return the run in pods. Settings that the user has not given follow from the cluster, if one is named.
 
-
-def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:
-    """Fill in the settings that the user has not given, from the cluster if one is named."""
-    pods, gpus = settings.pods, settings.gpus
-    named = settings.cluster or submission.cluster
-    if named:
+    Raises: CommandError for invalid settings.
+    """
+    settings = parsed(KubernetesSettings, "kubernetes", submission.options, "kind")
+    pods, gpus, size = settings.pods, settings.gpus, submission.num_processes
+    cluster_name = settings.cluster or submission.cluster
+    if cluster_name:
         from shoal.hardware import cluster
 
-        found = cluster(named)
-        per_pod = min(found.devices_per_host, submission.num_processes)
-        pods = pods or -(-submission.num_processes // per_pod)
-        gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)
+        hosts = cluster(cluster_name)
+        pods = pods or -(-size // min(hosts.devices_per_host, size))
+        gpus = gpus or (size // pods if hosts.device.kind == "gpu" else 0)
     own = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")
     if len(own) > LONGEST_NAME:  # the name of a module in packages
         own = own[-LONGEST_NAME:].lstrip("-0123456789")
-    name = settings.name or own or "shoal"
     restarts = submission.max_restarts if settings.restarts == NOBODY_SAID else settings.restarts
-    return replace(settings, pods=pods or 1, gpus=gpus, name=name, restarts=restarts)
-
-
-def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, ...]:
-    """Return the command's words, with the run directory on the pods' volume unless it is at an address."""
-    if submission.address is not None:
-        return submission.arguments
-    out = PurePosixPath(submission.out)
-    if not out.is_relative_to(settings.mount):
-        out = PurePosixPath(settings.mount) / out.name
+    name = settings.name or own or "shoal"
+    settings = replace(settings, pods=pods or 1, gpus=gpus, name=name, restarts=restarts)
+    settings.check(f"--on kubernetes:{submission.options}", size, needs_volume=submission.address is None)
     words = list(submission.arguments)
-    words[words.index("--out") + 1] = str(out)
-    return tuple(words)
+    if submission.address is None:  # the run directory is on the pods' volume
+        out = PurePosixPath(submission.out)
+        if not out.is_relative_to(settings.mount):
+            out = PurePosixPath(settings.mount) / out.name
+        words[words.index("--out") + 1] = str(out)
+    on = ("--on", "ray") if settings.kind == "rayjob" else ()
+    return PodRun(settings, size // settings.pods, ("shoal", *words, "--resume-if-exists", *on))
 
 
 @dataclass(frozen=True)
@@ -119,36 +105,33 @@ class Kubectl:
     def call(self, *words: str, text: str | None = None) -> str:
         """Run kubectl and return its output. Raises: LaunchError with kubectl's message."""
         ended = subprocess.run(self.command(*words), input=text, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            said = (ended.stderr or ended.stdout).strip()
-            raise LaunchError(
-                given=f"kubectl {' '.join(words[:2])}",
-                conflict=said[-1000:] or f"it ended with code {ended.returncode}",
-                remedy=_remedy(said),
-            )
-        return ended.stdout
+        if not ended.returncode:
+            return ended.stdout
+        said = (ended.stderr or ended.stdout).strip()
+        if re.search(r"Unauthorized|must be logged in|expired", said):
+            remedy = "log in to the cluster again: its token is expired or wrong (kubectl auth can-i create jobs)"
+        elif "Forbidden" in said or "forbidden" in said:
+            remedy = "ask for the right to create these objects in this namespace, or write namespace=NAME"
+        elif "no matches for kind" in said or "doesn't have a resource type" in said:
+            remedy = "install the operator of that kind (Kubeflow Trainer v2, KubeRay), or write --on kubernetes:job"
+        else:
+            remedy = "check kubectl cluster-info, and the objects with --dry-run"
+        raise LaunchError(
+            given=f"kubectl {' '.join(words[:2])}",
+            conflict=said[-1000:] or f"it ended with code {ended.returncode}",
+            remedy=remedy,
+        )
 
     def json(self, *words: str) -> dict[str, Any]:
         """Return an object or a list of objects; empty if the server does not answer now."""
         with contextlib.suppress(LaunchError, ValueError):
-            found: dict[str, Any] = json.loads(self.call("get", *words, "-o", "json"))
-            return found
+            document: dict[str, Any] = json.loads(self.call("get", *words, "-o", "json"))
+            return document
         return {}
 
     def command(self, *words: str) -> list[str]:
         """Return the words of a call."""
         return [self.path, *(("--namespace", self.namespace) if self.namespace else ()), *words]
-
-
-def _remedy(said: str) -> str:
-    """Return advice for an error message of kubectl."""
-    if re.search(r"Unauthorized|must be logged in|expired", said):
-        return "log in to the cluster again: its token is expired or wrong (kubectl auth can-i create jobs)"
-    if "Forbidden" in said or "forbidden" in said:
-        return "ask for the right to create these objects in this namespace, or write namespace=NAME"
-    if "no matches for kind" in said or "doesn't have a resource type" in said:
-        return "install the operator of that kind (Kubeflow Trainer v2, KubeRay), or write --on kubernetes:job"
-    return "check kubectl cluster-info, and the objects with --dry-run"
 
 
 @dataclass
@@ -160,7 +143,7 @@ class PodWatch:
     pause: Callable[[float], None] = time.sleep
     _shown: set[str] = field(default_factory=set)
     _unanswered: int = 0  # consecutive requests that the server did not answer
-    _logs: subprocess.Popen[bytes] | None = None
+    _logs: Child | None = None
 
     def follow(self, signals: Signals) -> int:
         """Wait until the run has ended and return its exit code. Raises: LaunchError if the pods cannot start."""
@@ -168,7 +151,8 @@ class PodWatch:
             while True:
                 selected = self.kubectl.json("pods", "--selector", self.run.watched[1])
                 pods: list[dict[str, Any]] = selected.get("items", [])
-                self._show_logs(pods)
+                if self._logs is None or self._logs.is_over():
+                    self._show_logs(pods)
                 self._refuse_hopeless(pods)
                 code = self._ended(pods)
                 if code is not None:
@@ -179,10 +163,7 @@ class PodWatch:
                 self.pause(_LOOK_SECONDS)
         finally:
             if self._logs is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._logs.wait(_LOOK_SECONDS)
-                self._logs.kill()
-                self._logs.wait()
+                self._logs.finish(_LOOK_SECONDS)
 
     def _ended(self, pods: list[dict[str, Any]]) -> int | None:
         """Return the exit code once the object is complete or has failed, else None."""
@@ -224,15 +205,13 @@ class PodWatch:
 
     def _show_logs(self, pods: list[dict[str, Any]]) -> None:
         """Show the output of the pod with rank 0 from its beginning, and of a new pod that replaces it."""
-        if self._logs is not None and self._logs.poll() is None:
-            return
         for pod in pods:
             name, labels = pod["metadata"]["name"], pod["metadata"].get("labels", {})
             first = labels.get("batch.kubernetes.io/job-completion-index", "0") == "0"
             begun = pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
             if first and begun and name not in self._shown:
                 self._shown.add(name)
-                self._logs = subprocess.Popen(self.kubectl.command("logs", "--follow", name, "--tail=-1"))
+                self._logs = Child(self.kubectl.command("logs", "--follow", name, "--tail=-1"))
                 return
 
 

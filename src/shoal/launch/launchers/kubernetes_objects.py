@@ -7,8 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ExitCode, nearest
-from shoal.launch.launchers.argument import Check, refuse_wrong
+from shoal.errors import CommandError, ExitCode, nearest
 
 Object = dict[str, Any]
 
@@ -52,72 +51,78 @@ class KubernetesSettings:
 
     def check(self, given: str, num_ranks: int, *, needs_volume: bool = True) -> None:
         """Raise CommandError that lists everything that no cluster would accept or no run could use."""
-        refuse_wrong(given, self._names() | self._sizes(num_ranks, needs_volume))
-
-    def _names(self) -> dict[str, Check]:
-        """Return checks of the names and the kind, by the conflict that a failure means."""
-        label = "a small letter, then small letters, digits and hyphens"
-        return {
-            f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}": (
-                lambda: self.kind in KINDS,
+        label, quantity = "a small letter, then small letters, digits and hyphens", "a number such as 4, 500m or 16Gi"
+        per_pod = num_ranks // max(1, self.pods)
+        claims = (
+            "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://..."
+        )
+        checks: list[tuple[object, str, str]] = [  # what has to hold, the conflict if it does not, and the remedy
+            (
+                self.kind in KINDS,
+                f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}",
                 f"write one of {', '.join(KINDS)}",
             ),
-            f"image={self.image!r} names no image": (
-                lambda: bool(_IMAGE.fullmatch(self.image)),
+            (
+                _IMAGE.fullmatch(self.image),
+                f"image={self.image!r} names no image",
                 "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
             ),
-            f"name={self.name!r} is no name of an object": (
-                lambda: bool(_LABEL.fullmatch(self.name)) and len(self.name) <= LONGEST_NAME,
+            (
+                _LABEL.fullmatch(self.name) and len(self.name) <= LONGEST_NAME,
+                f"name={self.name!r} is no name of an object",
                 f"write name=NAME: {label}, {LONGEST_NAME} at most",
             ),
-            f"namespace={self.namespace!r} is none": (
-                lambda: not self.namespace or bool(_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),
+            (
+                not self.namespace or (_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),
+                f"namespace={self.namespace!r} is none",
                 f"write namespace=NAME: {label}",
             ),
-            f"claim={self.claim!r} is no name of an object": (
-                lambda: not self.claim or bool(_NAME.fullmatch(self.claim) and len(self.claim) < 254),
+            (
+                not self.claim or (_NAME.fullmatch(self.claim) and len(self.claim) < 254),
+                f"claim={self.claim!r} is no name of an object",
                 "write claim=NAME: small letters, digits, hyphens and dots",
             ),
-            f"mount={self.mount!r} is no absolute path": (
-                lambda: self.mount.startswith("/") and ":" not in self.mount,
+            (
+                self.mount.startswith("/") and ":" not in self.mount,
+                f"mount={self.mount!r} is no absolute path",
                 "write mount=/PATH",
             ),
-            f"runtime={self.runtime!r} with kind {self.kind!r}": (
-                lambda: not self.runtime or self.kind == "trainjob",
+            (
+                not self.runtime or self.kind == "trainjob",
+                f"runtime={self.runtime!r} with kind {self.kind!r}",
                 "leave runtime= out: only a TrainJob has one",
             ),
-        }
-
-    def _sizes(self, num_ranks: int, needs_volume: bool) -> dict[str, Check]:
-        """Return checks of the number of pods and their resources, as `_names`."""
-        quantity = "a number such as 4, 500m or 16Gi"
-        gpus = f"{self.gpus} GPUs a pod for {num_ranks // max(1, self.pods)} ranks"
-        return {
-            f"{num_ranks} ranks in {self.pods} pods": (
-                lambda: 0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
+            (
+                0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
+                f"{num_ranks} ranks in {self.pods} pods",
                 "write --devices as a multiple of pods",
             ),
-            f"{gpus}: a GPU serves one rank": (
-                lambda: self.gpus in (0, num_ranks // max(1, self.pods)),
-                f"write gpus={num_ranks // max(1, self.pods)}, or leave it out for ranks on the CPU",
+            (
+                self.gpus in (0, per_pod),
+                f"{self.gpus} GPUs a pod for {per_pod} ranks: a GPU serves one rank",
+                f"write gpus={per_pod}, or leave it out for ranks on the CPU",
             ),
-            f"cpu={self.cpu!r} is no quantity": (
-                lambda: not self.cpu or bool(_QUANTITY.fullmatch(self.cpu)),
+            (
+                not self.cpu or _QUANTITY.fullmatch(self.cpu),
+                f"cpu={self.cpu!r} is no quantity",
                 f"write cpu=N: {quantity}",
             ),
-            f"memory={self.memory!r} is no quantity": (
-                lambda: not self.memory or bool(_QUANTITY.fullmatch(self.memory)),
+            (
+                not self.memory or _QUANTITY.fullmatch(self.memory),
+                f"memory={self.memory!r} is no quantity",
                 f"write memory=N: {quantity}",
             ),
-            f"{self.pods} pods without a volume that all of them see": (
-                lambda: self.pods == 1 or bool(self.claim) or not needs_volume,
-                "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://...",
+            (
+                self.pods == 1 or self.claim or not needs_volume,
+                f"{self.pods} pods without a volume that all of them see",
+                claims,
             ),
-            f"port={self.port} is none": (
-                lambda: 1024 <= self.port < 65536,
-                "write port=N from 1024 to 65535",
-            ),
-        }
+            (1024 <= self.port < 65536, f"port={self.port} is none", "write port=N from 1024 to 65535"),
+        ]
+        wrong = [(conflict, remedy) for holds, conflict, remedy in checks if not holds]
+        if wrong:
+            conflicts, remedies = ("\n".join(texts) for texts in zip(*wrong, strict=True))
+            raise CommandError(given=given, conflict=conflicts, remedy=remedies)
 
 
 @dataclass(frozen=True)
@@ -196,30 +201,29 @@ class PodRun:
             **({"command": list(command or self.command)} if command != () else {}),
             "env": [*env, {"name": "PYTHONUNBUFFERED", "value": "1"}],
             "resources": self._resources(),
-            "volumeMounts": self._mounts(),
+            "volumeMounts": self._volumes()[1],
         }
         return {
             "restartPolicy": "Never",  # a new pod with the same index replaces a failed one, maybe elsewhere
             "terminationGracePeriodSeconds": at.grace,
             "containers": [container],
-            "volumes": self._volumes(),
+            "volumes": self._volumes()[0],
         }
 
     def _resources(self) -> Object:
         at = self.settings
         wanted = {"cpu": at.cpu, "memory": at.memory, at.gpu: str(at.gpus) if at.gpus else ""}
-        found = {name: text for name, text in wanted.items() if text}
-        return {"requests": found, "limits": {n: t for n, t in found.items() if n != "cpu"}} if found else {}
+        requests = {name: text for name, text in wanted.items() if text}
+        return {"requests": requests, "limits": {n: t for n, t in requests.items() if n != "cpu"}} if requests else {}
 
-    def _volumes(self) -> list[Object]:
-        memory: Object = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # a runtime's default has 64 MiB
-        claim = {"name": "runs", "persistentVolumeClaim": {"claimName": self.settings.claim}}
-        return [memory, claim] if self.settings.claim else [memory]
-
-    def _mounts(self) -> list[Object]:
-        memory = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108  (of the pod)
-        claim = {"name": "runs", "mountPath": self.settings.mount}
-        return [memory, claim] if self.settings.claim else [memory]
+    def _volumes(self) -> tuple[list[Object], list[Object]]:
+        """Return the pod's volumes and where its container mounts them."""
+        volumes: list[Object] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]  # the default: 64 MiB
+        mounts: list[Object] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108  (of the pod)
+        if self.settings.claim:
+            volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": self.settings.claim}})
+            mounts.append({"name": "runs", "mountPath": self.settings.mount})
+        return volumes, mounts
 
     def _train_job(self) -> list[Object]:
         at = self.settings
@@ -233,7 +237,16 @@ class PodRun:
         }
         spec: Object = {"runtimeRef": {"name": at.name, "kind": "TrainingRuntime"}, "trainer": trainer}
         if at.runtime:
-            spec |= {"runtimeRef": {"name": at.runtime}, "runtimePatches": [self._patch()]}
+            volumes, mounts = self._volumes()
+            pod = {
+                "terminationGracePeriodSeconds": at.grace,
+                "volumes": volumes,
+                "containers": [{"name": _CONTAINER, "volumeMounts": mounts}],
+            }
+            replicated = {"name": _CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
+            template = {"template": {"spec": {"replicatedJobs": [replicated]}}}
+            patch = {"manager": _MANAGER, "trainingRuntimeSpec": template}
+            spec |= {"runtimeRef": {"name": at.runtime}, "runtimePatches": [patch]}
         job = {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
@@ -265,15 +278,6 @@ class PodRun:
             "metadata": self._metadata(),
             "spec": {"mlPolicy": {"numNodes": at.pods, "torch": {}}, "template": {"spec": job_set}},
         }
-
-    def _patch(self) -> Object:
-        pod = {
-            "terminationGracePeriodSeconds": self.settings.grace,
-            "volumes": self._volumes(),
-            "containers": [{"name": _CONTAINER, "volumeMounts": self._mounts()}],
-        }
-        job = {"name": _CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
-        return {"manager": _MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
 
     def _ray_job(self) -> list[Object]:
         at = self.settings

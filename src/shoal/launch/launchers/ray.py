@@ -203,12 +203,12 @@ class RayRun:
             self._group = group
             if self.signals.received:
                 return None
-            found = {name: self.ray.cluster_resources().get(name, 0.0) for name in bundle}
-            short = [name for name, each in bundle.items() if found[name] < each * number]
+            total = {name: self.ray.cluster_resources().get(name, 0.0) for name in bundle}
+            short = [name for name, each in bundle.items() if total[name] < each * number]
             if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may still be joining
                 raise LaunchError(
                     given=f"{number} ranks with {_resources(bundle)} each",
-                    conflict=f"the Ray cluster has {_resources(found)} in all",
+                    conflict=f"the Ray cluster has {_resources(total)} in all",
                     remedy="use fewer --devices, or smaller cpus= and gpus= of a rank, or add nodes",
                 )
             if self.clock() - said > _SAY_SECONDS:
@@ -322,8 +322,8 @@ class RankActor(EngineRank):
         return str(ray.util.get_node_ip_address())
 
 
-def _resources(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{number:g} {name}" for name, number in found.items())
+def _resources(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:g} {name}" for name, number in numbers.items())
 
 
 def _gone(error: Exception) -> str:

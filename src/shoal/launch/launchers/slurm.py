@@ -73,10 +73,6 @@ def render(submission: Submission) -> Mapping[str, str]:
             conflict=f"{wrong[0]!r} is no option of sbatch",
             remedy='write each as one word: --on "slurm:--partition=gpu --time=60"',
         )
-    return {SCRIPT: _script(submission, options)}
-
-
-def _script(submission: Submission, options: list[str]) -> str:
     array = is_array(options)
     output = "slurm-%A_%a.out" if array else "slurm-%j.out"
     out = submission.address or str(submission.out)
@@ -96,7 +92,7 @@ def _script(submission: Submission, options: list[str]) -> str:
         f"--signal=TERM@{_NOTICE_SECONDS}",
         *(option for option in options if submission.least_processes is None or option != _ONE_A_NODE),
     ]
-    return _TEMPLATE.format(
+    text = _TEMPLATE.format(
         directives="\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives),
         script=shlex.quote(str(_folder(submission, options) / SCRIPT)),
         threads=submission.threads or "${SLURM_CPUS_PER_TASK:-1}",
@@ -106,6 +102,7 @@ def _script(submission: Submission, options: list[str]) -> str:
         lost=int(ExitCode.RANK_LOST),
         preempted=int(ExitCode.PREEMPTED),
     )
+    return {SCRIPT: text}
 
 
 def _sizes(submission: Submission, options: list[str]) -> list[str]:

@@ -118,9 +118,9 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
     if java is None or not os.access(java, os.X_OK):
         raise LaunchError(given=given, conflict="there is no Java here, in which Spark runs", remedy=remedy)
     said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
-    found = re.search(r'version "(?:1\.)?(\d+)', said)
-    if found is not None and int(found[1]) < _LEAST_JAVA:
-        raise LaunchError(given=f"{java} of version {found[1]}", conflict="Spark 4 does not run in it", remedy=remedy)
+    version = re.search(r'version "(?:1\.)?(\d+)', said)
+    if version is not None and int(version[1]) < _LEAST_JAVA:
+        raise LaunchError(given=f"{java} of version {version[1]}", conflict="Spark 4 does not run in it", remedy=remedy)
 
 
 def _slots(context: Any) -> int | None:

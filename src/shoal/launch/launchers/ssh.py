@@ -102,14 +102,14 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
 def _message(submission: Submission, place: Environment) -> dict[str, Any]:
     """Return the first message to a host's process."""
     prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
-    kept = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
+    variables = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
     return {
         "arguments": list(submission.arguments),
         "folder": str(submission.folder),
         "out": str(submission.out),
         "address": submission.address,
         "threads": submission.threads,
-        "variables": kept,
+        "variables": variables,
         "version": __version__,
         "time": time.time(),
         "place": asdict(place),
@@ -126,7 +126,12 @@ class HostProcess:
         self.ended: dict[str, Any] | None = None
         self.silent = ""  # the evidence that the host does not answer, after another host had failed
         self._said: list[str] = []  # the lines that are no answers
-        self.ssh = Child(words, listens=True, output=self._take, errors=self._complain)
+
+        def complain(line: str) -> None:
+            self._said.append(line)
+            print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+        self.ssh = Child(words, listens=True, output=self._take, errors=complain)
         self.ssh.tell(message)
 
     def _take(self, line: str) -> None:
@@ -144,10 +149,6 @@ class HostProcess:
             self.fit = True
         else:
             self.ended = answer
-
-    def _complain(self, line: str) -> None:
-        self._said.append(line)
-        print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
 
     def error(self) -> ShoalError | None:
         """Return the error that the host's process reported, or an error made from ssh's own output."""
@@ -213,22 +214,18 @@ def _followed(
     if asking.ident is not None:
         asking.join()
     listed.silent = {p.name: p.silent for p in processes if p.silent}
-    code, error = _verdict(processes)
-    lost = signals.twice and isinstance(error, RankLostError)
-    return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # the same rule as on one host
-
-
-def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
     by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may look like silence
     errors = [error for p in by_word if p.ssh.is_over() and (error := p.error()) is not None]
+    if not errors:
+        return max(int(p.ended["code"]) for p in processes if p.ended), None
     order = {"PeerError": 2, "RankLostError": 1}  # errors of ranks that only suffered from another failure come last
-    if errors:
-        error = min(errors, key=lambda one: order.get(type(one).__name__, 0))
-        unfit = [one for one in errors if isinstance(one, LaunchError)]
-        if error in unfit and len(unfit) > 1:
-            error = _together(unfit)
-        return int(error.exit_code), error
-    return max(int(p.ended["code"]) for p in processes if p.ended), None
+    error = min(errors, key=lambda one: order.get(type(one).__name__, 0))
+    if signals.twice and isinstance(error, RankLostError):
+        return int(ExitCode.INTERRUPTED), None  # the same rule as on one host
+    unfit = [one for one in errors if isinstance(one, LaunchError)]
+    if error in unfit and len(unfit) > 1:
+        error = _together(unfit)
+    return int(error.exit_code), error
 
 
 def _together(errors: Sequence[LaunchError]) -> LaunchError:

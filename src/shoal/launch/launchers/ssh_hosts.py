@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import CommandError, LaunchError
@@ -61,18 +61,61 @@ class HostList:
 
     @classmethod
     def of(cls, submission: Submission) -> HostList:
-        """Parse the hosts after the colon. Raises: CommandError."""
-        hosts, options = _given(submission)
-        counts = _counts(hosts, submission)
-        filled = [replace(host, slots=count) for host, count in zip(hosts, counts, strict=True)]
-        return cls(filled, options, submission.least_processes)
+        """Parse the hosts and ssh's own options after the colon.
+
+        Raises: CommandError, also if the numbers of ranks do not add up to --devices.
+        """
+        words = submission.option_words()
+        if not words or words[0].startswith("-"):
+            raise CommandError(
+                given=f"--on hosts:{submission.options}",
+                conflict="it names no hosts",
+                remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
+            )
+        path, given = Path(words[0]), f"--on hosts:{words[0]}"
+        if path.is_file():
+            texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        else:
+            texts = words[0].split(",")
+        slots_of: dict[str, int] = {}
+        twice = set()
+        for text in (text.strip() for text in texts if text.strip()):  # "name", "name:2", "name 2" or "name slots=2"
+            name, _, slots = text.replace(" slots=", ":").replace(" ", ":").partition(":")
+            slots = slots.strip(": ")
+            if not name or name.startswith("-") or (slots and not slots.isdecimal()):
+                raise CommandError(
+                    given=given,
+                    conflict=f"{text!r} is no host",
+                    remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
+                )
+            if name in slots_of:
+                twice.add(name)
+            slots_of[name] = int(slots or 0)
+        if not slots_of or twice:
+            raise CommandError(
+                given=given,
+                conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
+                remedy="name each host once; HOST:2 is two ranks there",
+            )
+        wanted, known = submission.num_processes, sum(slots_of.values())
+        open_hosts = [name for name, slots in slots_of.items() if not slots]  # each has an even share of the rest
+        left = wanted - known
+        if left < len(open_hosts) or (not open_hosts and left):
+            raise CommandError(
+                given=f"{wanted} processes on {len(slots_of)} hosts",
+                conflict=f"the hosts have {known} places" if not open_hosts else "each host has at least one",
+                remedy=f"write --devices {max(known + len(open_hosts), 1)}, say, or other numbers behind the hosts",
+            )
+        for number, name in enumerate(open_hosts):
+            slots_of[name] = left // len(open_hosts) + (number < left % len(open_hosts))
+        hosts = [SshHost(name, slots) for name, slots in slots_of.items()]
+        return cls(hosts, words[1:], submission.least_processes)
 
     def for_a_start(self) -> list[SshHost]:
         """Return the hosts of the next start: those that answer, or all if `least` is None or too few answer."""
         if self.least is None:
             return self.hosts
-        asked = [host.name for host in self.hosts if host.name not in self.silent]
-        self.lost = self.silent | self.silent_among(asked)
+        self.lost = self.silent | self.silent_among([h.name for h in self.hosts if h.name not in self.silent])
         self.silent = {}  # the next start checks these hosts again
         left = [host for host in self.hosts if host.name not in self.lost]
         return left if sum(host.slots for host in left) >= self.least else self.hosts
@@ -101,59 +144,6 @@ class HostList:
         """Return the command that starts a host's process. It contains no secret and nothing of the job."""
         remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process"
         return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
-
-
-def _given(submission: Submission) -> tuple[list[SshHost], list[str]]:
-    """Parse the hosts and ssh's own options after the colon. Raises: CommandError."""
-    words = submission.option_words()
-    if not words or words[0].startswith("-"):
-        raise CommandError(
-            given=f"--on hosts:{submission.options}",
-            conflict="it names no hosts",
-            remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
-        )
-    path = Path(words[0])
-    if path.is_file():
-        texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    else:
-        texts = words[0].split(",")
-    hosts = [_host(text, words[0]) for text in texts if text.strip()]
-    twice = {host.name for host in hosts if [h.name for h in hosts].count(host.name) > 1}
-    if not hosts or twice:
-        raise CommandError(
-            given=f"--on hosts:{words[0]}",
-            conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
-            remedy="name each host once; HOST:2 is two ranks there",
-        )
-    return hosts, words[1:]
-
-
-def _host(text: str, given: str) -> SshHost:
-    """Parse a host from "name", "name:2", "name 2" or "name slots=2"."""
-    name, _, slots = text.strip().replace(" slots=", ":").replace(" ", ":").partition(":")
-    slots = slots.strip(": ")
-    if not name or name.startswith("-") or (slots and not slots.isdecimal()):
-        raise CommandError(
-            given=f"--on hosts:{given}",
-            conflict=f"{text.strip()!r} is no host",
-            remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
-        )
-    return SshHost(name, int(slots or 0))
-
-
-def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
-    """Return the number of ranks of each host. Raises: CommandError if they do not add up to --devices."""
-    wanted, known = submission.num_processes, sum(host.slots for host in hosts)
-    open_hosts = [host for host in hosts if not host.slots]
-    left = wanted - known
-    if left < len(open_hosts) or (not open_hosts and left):
-        raise CommandError(
-            given=f"{wanted} processes on {len(hosts)} hosts",
-            conflict=f"the hosts have {known} places" if not open_hosts else "each host has at least one",
-            remedy=f"write --devices {max(known + len(open_hosts), 1)}, say, or other numbers behind the hosts",
-        )
-    shares = [left // len(open_hosts) + (n < left % len(open_hosts)) for n in range(len(open_hosts))]
-    return [host.slots or shares.pop(0) for host in hosts]
 
 
 def address_of(host: str, options: Sequence[str]) -> str:

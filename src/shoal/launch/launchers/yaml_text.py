@@ -26,7 +26,13 @@ def document(value: Value) -> str:
 def _lines(value: Value) -> Iterator[str]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _entry(f"{_key(key)}:", inner, "  ")
+            plain = _PLAIN.fullmatch(key) and key.lower() not in _WORDS
+            head = f"{key if plain else _scalar(key)}:"
+            if isinstance(inner, Mapping | Sequence) and not isinstance(inner, str) and inner:
+                yield head
+                yield from (f"  {line}" for line in _lines(inner))
+            else:
+                yield f"{head} {next(_lines(inner))}"
     elif isinstance(value, Sequence) and not isinstance(value, str) and value:
         for inner in value:
             first, *others = _lines(inner)
@@ -36,19 +42,6 @@ def _lines(value: Value) -> Iterator[str]:
         yield _scalar(value)
 
 
-def _entry(head: str, inner: Value, indent: str) -> Iterator[str]:
-    if isinstance(inner, Mapping | Sequence) and not isinstance(inner, str) and inner:
-        yield head
-        yield from (f"{indent}{line}" for line in _lines(inner))
-    else:
-        yield f"{head} {next(_lines(inner))}"
-
-
 def _scalar(value: Value) -> str:
     # JSON's own escapes are UTF-16 halves, which YAML reads as two characters.
-    return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
-
-
-def _key(text: str) -> str:
-    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
-    return text if plain else _scalar(text)
+    return re.sub(r"[^\x20-\x7e]", lambda match: f"\\U{ord(match[0]):08x}", json.dumps(value, ensure_ascii=False))

@@ -79,12 +79,16 @@ class Child:
                 if reader is not None:
                     reader.start()
 
-    def tell(self, line: Any) -> None:
-        """Send a line of JSON. Nothing happens if the child is gone."""
+    def tell(self, line: Any) -> bool:
+        """Send a line of JSON. Return False if the child is gone."""
         assert self.process.stdin is not None, "it listens"
-        with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(line, default=str) + "\n")
+        text = json.dumps(line, default=str) + "\n"
+        try:
+            self.process.stdin.write(text)
             self.process.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
 
     def send(self, number: int) -> None:
         """Send a signal to the child if it has not ended."""

@@ -17,7 +17,7 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -229,9 +229,6 @@ class Watch:
         long_stopped = {rank: seconds for rank, seconds in self._stopped.items() if seconds > _LEAST_SECONDS}
         if long_stopped:
             return {rank: f"was stopped (SIGSTOP) for {seconds:.0f} s" for rank, seconds in long_stopped.items()}
-        return self._hung(now, living)
-
-    def _hung(self, now: float, living: Mapping[int, int]) -> dict[int, str]:
         readings: dict[int, Reading] = {}
         for rank, path in self.heartbeats.items():
             with contextlib.suppress(OSError):
@@ -280,7 +277,13 @@ def own_call(stacks: str) -> str | None:
 
     `stacks`: from faulthandler or an exception's traceback. None if no collective is in them, or if shoal called it.
     """
-    for frames in _threads(stacks):
+    if stacks.startswith("Traceback"):
+        threads = [list(_FRAME.finditer(stacks))[::-1]]
+    else:
+        texts = re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.MULTILINE)
+        threads = [list(_FRAME.finditer(text)) for text in texts]
+    for matches in threads:
+        frames = [match.groups() for match in matches]  # the innermost first: file, line and function
         called = [(place, match[1]) for place, (file, _, _) in enumerate(frames) if (match := _COLLECTIVES.match(file))]
         if not called:
             continue
@@ -290,15 +293,6 @@ def own_call(stacks: str) -> str | None:
             file, line, function = callers[0]
             return f"{frames[last][2]} at {file}:{line} in {function}"
     return None
-
-
-def _threads(stacks: str) -> Iterator[list[tuple[str, str, str]]]:
-    """Yield the frames of each thread, the innermost first: file, line and function."""
-    if stacks.startswith("Traceback"):
-        yield [match.groups() for match in reversed(list(_FRAME.finditer(stacks)))]  # type: ignore[misc]
-        return
-    for thread in re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.MULTILINE):
-        yield [match.groups() for match in _FRAME.finditer(thread)]  # type: ignore[misc]
 
 
 def different_calls(stacks: Mapping[int, str]) -> str:

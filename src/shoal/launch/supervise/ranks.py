@@ -89,7 +89,7 @@ class RankProcess:
 
     @property
     def is_well(self) -> bool:
-        """Whether the process has ended with an exit code that means success."""
+        """True if the process has ended with an exit code that means success."""
         return self.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
     @property
@@ -370,18 +370,6 @@ def _listener() -> socket.socket:
     return listener
 
 
-def _resolved(share: Environment) -> Any:
-    """Resolve the address and return its first entry. Retry for a pod, whose name resolves only after some seconds."""
-    deadline = time.monotonic() + (_NAME_SECONDS if share.engine == "kubernetes" else 0.0)
-    while True:
-        try:
-            return socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
-        except socket.gaierror:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_LOOK_SECONDS)
-
-
 def listener_at(share: Environment) -> socket.socket | None:
     """Listen on the address of rank 0's store, and on no other, if rank 0 is on this host. Return None if it is not.
 
@@ -391,8 +379,17 @@ def listener_at(share: Environment) -> socket.socket | None:
         return None
     given, here = f"rank 0's store at {share.address}:{share.port}", socket.gethostname()
     listener: socket.socket | None = None
+    # The name of a pod resolves only after some seconds.
+    deadline = time.monotonic() + (_NAME_SECONDS if share.engine == "kubernetes" else 0.0)
     try:
-        family, kind, _, _, place = _resolved(share)
+        while True:
+            try:
+                family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+                break
+            except socket.gaierror:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK_SECONDS)
         if share.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
             raise LaunchError(
                 given=f"{given}, on host {here}",

@@ -53,7 +53,8 @@ class Trainer:
             done = "the last good one stays, and the training goes on"
             around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
 
-        parts.keeper.tell_failures(unwritten)
+        if parts.keeper.writer is not None:
+            parts.keeper.writer.report = unwritten
         self._go_back(state.step)
 
     def train(self) -> Outcome:

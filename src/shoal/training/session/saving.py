@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import FEW_GRAINS
+from shoal.runs.directory_lock import claim
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.optimizers import Groups, as_one
 from shoal.training.session.passes import Base
@@ -111,7 +113,8 @@ class Saving:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        store.hold(self._held)
+        self._held.enter_context(claim(store.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
+        store.clean()
         steps = store.steps()
         if steps and not resume:
             raise RunDirectoryError(

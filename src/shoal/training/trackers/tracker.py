@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobError
+from shoal.launch.supervise.child import Child
 from shoal.runs.options import TrackerName
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import Callback, Ending, RunControl
@@ -122,7 +121,7 @@ class _TrackerProcess:
     def __init__(self, opening: Mapping[str, Any], log: Path) -> None:
         self._opening, self._log = opening, log
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
         self._given_up = False
         self.failure: str | None = None
         self.left_out = 0
@@ -146,8 +145,8 @@ class _TrackerProcess:
         if self._thread.is_alive():
             self._given_up = True
             self.failure = f"it has not taken everything within {seconds:.0f} s of the run's end"
-            if self._process is not None:
-                self._process.kill()
+            if self._child is not None:
+                self._child.kill()
             with contextlib.suppress(queue.Empty):  # make room for the end if the queue is full
                 while True:
                     self._queue.get_nowait()
@@ -156,27 +155,18 @@ class _TrackerProcess:
 
     def _work(self) -> None:
         """Run in the thread: start the process, write one line per entry, and wait for the end."""
+        said: list[str] = []
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-P", "-m", "shoal.training.trackers.child"]
             with self._log.open("a", encoding="utf-8") as log:
-                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-                process = self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
-            assert process.stdin is not None
-            assert process.stdout is not None
+                child = self._child = Child(command, listens=True, output=said.append, errors=log)
             entry: dict[str, Any] | None = {"open": self._opening}
-            with contextlib.suppress(BrokenPipeError):
-                while entry is not None:
-                    process.stdin.write(json.dumps(entry, default=str) + "\n")
-                    process.stdin.flush()
-                    entry = self._queue.get()
-            with contextlib.suppress(BrokenPipeError):  # the process has ended, and its output says why
-                process.stdin.close()
-            with process.stdout:
-                said = process.stdout.read()
-            process.wait()
-            if process.returncode and not self._given_up:
-                self.failure = said.strip()[:300] or f"its process ended with {process.returncode}"
+            while entry is not None and child.tell(entry):  # a process that has ended says why in its output
+                entry = self._queue.get()
+            code = child.finish()
+            if code and not self._given_up:
+                self.failure = "\n".join(said).strip()[:300] or f"its process ended with {code}"
         except Exception as error:
             if not self._given_up:
                 self.failure = f"{type(error).__name__}: {error}"

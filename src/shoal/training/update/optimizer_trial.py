@@ -204,9 +204,10 @@ def refuse_read(
     `names`: the values to check.
     """
     first, read = trial.steps(), ""
-    for name, home, key in no_trace.places() if first and trial.name else ():
-        value = home[key]
-        for factor in (1e-3, 1e3) if name in names else ():  # a threshold may lie on either side
+    changes = no_trace.changes() if first and trial.name else []
+    for change in [change for change in changes if change.key in change.home]:
+        home, key, value = change.home, change.key, change.home[change.key]
+        for factor in (1e-3, 1e3) if change.name in names else ():  # a threshold may lie on either side
             home[key] = tree_map(lambda leaf, f=factor: leaf * f if _is_number(leaf) else leaf, value)
             steps = trial.steps()
             if steps and not all(
@@ -214,7 +215,7 @@ def refuse_read(
                 for one, other in zip(first, steps, strict=False)
                 for p in one
             ):
-                read = name
+                read = change.name
         home[key] = value
     if together(bool(read)):
         read = read or "a part of the model on another rank"
