@@ -121,12 +121,6 @@ PICKLES_FOR_ITS_OWN_PROCESSES = {
 # Classes with more than twelve methods, special ones not counted, and why each stays whole.
 MAX_METHODS = 12
 LARGE_CLASSES = {
-    "src/shoal/checkpoint/keeper.py: class Keeper": "",
-    "src/shoal/checkpoint/places.py: class RemotePlace": "",
-    "src/shoal/checkpoint/store.py: class Store": "",
-    "src/shoal/data/loader.py: class Loader": "",
-    "src/shoal/data/loader.py: class MapLoader": "",
-    "src/shoal/data/stream.py: class StreamLoader": "",
     "src/shoal/distributed/collectives/compression/compressed_sum.py: class Compression": "",
     "src/shoal/distributed/collectives/shared_memory/all_reduce.py: class SharedMemory": "",
     "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "",

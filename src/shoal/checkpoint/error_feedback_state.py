@@ -17,6 +17,7 @@ from shoal.parallel.model.tensor_slice import TensorSlice
 
 # Tensor group of a checkpoint, and key in its document.
 GROUP = "compression"
+_DROPPED = "gradients that {} had held back at this checkpoint are not sent any more: {}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class CompressedState:
         if not any(units):
             return []
         if not compression.feedback:
-            return [_dropped(document["scheme"], "this plan has no feedback")]
+            return [_DROPPED.format(document["scheme"], "this plan has no feedback")]
         own = dict(compression.withheld_of())
         if len(units) == self.mesh.num_data_ranks:
             if units[self.mesh.rank]:  # else this rank has no residuals; after a fallback it wrote none
@@ -89,8 +90,4 @@ def left_behind(saved: SavedCheckpoint) -> list[str]:
     document = saved.document.get(GROUP)
     if document is None or not any(document["units"]):
         return []
-    return [_dropped(document["scheme"], "this plan does not compress")]
-
-
-def _dropped(scheme: str, why: str) -> str:
-    return f"gradients that {scheme} had held back at this checkpoint are not sent any more: {why}"
+    return [_DROPPED.format(document["scheme"], "this plan does not compress")]

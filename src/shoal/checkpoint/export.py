@@ -33,7 +33,7 @@ _TOKENIZER = (
 class Exported:
     """Result of an export: files, number of tensors, their bytes, and whether Transformers can build the model.
 
-    `adapter`: whether the files are only the adapter of a peft model.
+    `adapter`: True if the files are only the adapter of a peft model.
     """
 
     folder: Path
@@ -97,9 +97,33 @@ def export(
         if adapter is not None and config is not None:
             _write_file(weights, aside / "adapter_model.safetensors", names, dtypes)
             shutil.copyfile(config / _ADAPTER, aside / _ADAPTER)
-        else:
-            _write_shards(weights, aside, dtypes, sizes, form.max_shard_bytes)
-        has_config = config is not None and _configure(config, aside, set(dtypes.values()))
+        else:  # files of at most max_shard_bytes, in which a larger tensor has its own, and their index
+            shards: list[list[str]] = [[]]
+            size = 0
+            for key, own in sizes.items():
+                if shards[-1] and size + own > form.max_shard_bytes:
+                    shards.append([])
+                    size = 0
+                shards[-1].append(key)
+                size += own
+            file_of: dict[str, str] = {}
+            for number, keys in enumerate(shards, 1):
+                suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+                _write_file(weights, aside / f"model{suffix}.safetensors", {key: key for key in keys}, dtypes)
+                file_of |= dict.fromkeys(keys, f"model{suffix}.safetensors")
+            if len(shards) > 1:
+                document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+                text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+                (aside / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        model_config = read_json(config / _CONFIGS[0]) if config is not None else None
+        if config is not None and model_config is not None:
+            floating = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+            if len(floating) == 1:
+                model_config["dtype"] = str(floating.pop()).removeprefix("torch.")
+            text = json.dumps(model_config, indent=2, sort_keys=True) + "\n"
+            (aside / _CONFIGS[0]).write_text(text, encoding="utf-8")
+            if (config / _CONFIGS[1]).is_file():
+                shutil.copyfile(config / _CONFIGS[1], aside / _CONFIGS[1])
         for file in copied:
             shutil.copyfile(file, aside / file.name)
         files = tuple(sorted(path.name for path in aside.iterdir()))
@@ -111,30 +135,7 @@ def export(
         raise StorageError(
             given=f"an export to {folder}", conflict=f"it could not be written: {error}", remedy="give another folder"
         ) from error
-    return Exported(folder, files, len(sizes), sum(sizes.values()), has_config, adapter is not None)
-
-
-def _write_shards(
-    weights: CheckpointWeights, folder: Path, dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int], most: int
-) -> None:
-    """Write the model's safetensors files of at most `most` bytes; a larger tensor has its own. Add their index."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key, own in sizes.items():
-        if shards[-1] and size + own > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += own
-    file_of: dict[str, str] = {}
-    for number, keys in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        _write_file(weights, folder / name, {key: key for key in keys}, dtypes)
-        file_of |= dict.fromkeys(keys, name)
-    if len(shards) > 1:
-        document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        text = json.dumps(document, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return Exported(folder, files, len(sizes), sum(sizes.values()), model_config is not None, adapter is not None)
 
 
 def _write_file(
@@ -147,17 +148,3 @@ def _write_file(
             file.write(raw(weights[names[name]].to(dtypes[name])))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _configure(source: Path, folder: Path, dtypes: set[torch.dtype]) -> bool:
-    """Copy the model configuration, updated with the weights' dtype if there is only one. Return whether it exists."""
-    config = read_json(source / _CONFIGS[0])
-    if config is None:
-        return False
-    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if len(floating) == 1:
-        config["dtype"] = str(floating.pop()).removeprefix("torch.")
-    (folder / _CONFIGS[0]).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if (source / _CONFIGS[1]).is_file():
-        shutil.copyfile(source / _CONFIGS[1], folder / _CONFIGS[1])
-    return True

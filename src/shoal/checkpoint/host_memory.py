@@ -43,11 +43,30 @@ class HostMemory:
         Raises: on every rank, if copying failed on any rank.
         Collective: all ranks, JSON gathers.
         """
-        if written != self._written:
-            self._lay_out(written)
+        mesh = self._mesh
+        if written != self._written:  # assign each tensor its place, and reallocate the memory if its size changed
+            starts, end = dict[tuple[str, str], tuple[int, torch.dtype, tuple[int, ...]]](), 0
+            for group in written.values():
+                for path, entry in group.items():
+                    dtype = getattr(torch, entry["dtype"])
+                    for name, ranges in entry["files"].items():
+                        shape = TensorSlice.from_json(entry["shape"], ranges).local_shape
+                        starts[name, path] = end, dtype, shape
+                        end += -(-math.prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+            self._written, self._content = written, {}
+            if end != self._num_bytes:
+                self._region, self._num_bytes = None, end
+                with contextlib.suppress(LaunchError):  # every rank raises it together
+                    self._region = open_region(mesh.gather_json, mesh.rank, mesh.world_size, -(-end // mesh.world_size))
+                mesh.gather_json(None)  # wait: each rank zeroes a part of the memory that others write to
+            if self._region is not None:
+                everything = torch.frombuffer(self._region.memory, dtype=torch.uint8)
+                for (name, path), (start, dtype, shape) in starts.items():
+                    flat = everything[start : start + math.prod(shape) * dtype.itemsize]
+                    self._content.setdefault(name, {})[path] = flat.view(dtype).view(shape)
         if self._region is None:
             return None
-        together(self._mesh, lambda: self._copy(tensors))
+        together(mesh, lambda: self._copy(tensors))
         return self._content
 
     def _copy(self, tensors: Mapping[str, TensorSlices]) -> None:
@@ -60,25 +79,3 @@ class HostMemory:
         with torch.no_grad():
             for _ in share(tensors, self._written, self._mesh.rank, self._mesh.world_size, into_file):
                 pass
-
-    def _lay_out(self, written: Index) -> None:
-        """Assign each tensor its place, and reallocate the memory if the total size changed."""
-        mesh, starts, end = self._mesh, dict[tuple[str, str], tuple[int, torch.dtype, tuple[int, ...]]](), 0
-        for tensors in written.values():
-            for path, entry in tensors.items():
-                dtype = getattr(torch, entry["dtype"])
-                for name, ranges in entry["files"].items():
-                    shape = TensorSlice.from_json(entry["shape"], ranges).local_shape
-                    starts[name, path] = end, dtype, shape
-                    end += -(-math.prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
-        self._written, self._content = written, {}
-        if end != self._num_bytes:
-            self._region, self._num_bytes = None, end
-            with contextlib.suppress(LaunchError):  # every rank raises it together
-                self._region = open_region(mesh.gather_json, mesh.rank, mesh.world_size, -(-end // mesh.world_size))
-            mesh.gather_json(None)  # wait: each rank zeroes a part of the memory that others write to
-        if self._region is not None:
-            everything = torch.frombuffer(self._region.memory, dtype=torch.uint8)
-            for (name, path), (start, dtype, shape) in starts.items():
-                flat = everything[start : start + math.prod(shape) * dtype.itemsize]
-                self._content.setdefault(name, {})[path] = flat.view(dtype).view(shape)

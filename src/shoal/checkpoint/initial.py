@@ -16,7 +16,6 @@ from shoal.checkpoint.state import sha256_of
 from shoal.checkpoint.state_dicts import StoredWeights
 from shoal.checkpoint.weights import weights_of
 from shoal.distributed.agreement import together
-from shoal.distributed.mesh import Mesh
 from shoal.errors import JobMismatchError, LaunchError
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.options import InitialWeights, NameRules
@@ -99,19 +98,7 @@ def take_weights(wanted: InitialWeights, sharded_model: ShardedModel) -> TakenWe
                     part = sharded_model.part(one.names[0], one.tensor)
                     local(one.tensor).copy_(part.take(value_of(weights, keys)))
 
-    digest = _digest(mesh, weights)
-    together(mesh, fill)
-    kinds = Counter[str]()
-    for one, keys in matches.pairs:
-        source, target = (str(kind).removeprefix("torch.") for kind in (weights.dtype(keys[0]), one.tensor.dtype))
-        if source != target:
-            kinds[f"{source} to {target}"] += 1
-    converted = dict(sorted(kinds.items()))
-    return TakenWeights(wanted.source, weights.origin, digest, wanted.rules, len(matches.pairs), converted, matches)
-
-
-def _digest(mesh: Mesh, weights: StoredWeights) -> str:
-    """Return the SHA-256 of the source's tensors by sorted key. For a run's checkpoint it is the weights_sha256."""
+    # The SHA-256 of the source's tensors by sorted key. For a run's checkpoint it is the weights_sha256.
     hosts = mesh.gather_json(mesh.host)
     first = hosts.index(mesh.host) == mesh.rank
     mine = together(mesh, lambda: sha256_of(weights[key] for key in sorted(weights)) if first else None)
@@ -122,4 +109,12 @@ def _digest(mesh: Mesh, weights: StoredWeights) -> str:
             conflict="; ".join(f"{host} has SHA-256 {digest[:16]}..." for host, digest in digests.items()),
             remedy="give a path that all hosts share, or copy the same weights to each",
         )
-    return str(digests[hosts[0]])
+    digest = str(digests[hosts[0]])
+    together(mesh, fill)
+    kinds = Counter[str]()
+    for one, keys in matches.pairs:
+        source, target = (str(kind).removeprefix("torch.") for kind in (weights.dtype(keys[0]), one.tensor.dtype))
+        if source != target:
+            kinds[f"{source} to {target}"] += 1
+    converted = dict(sorted(kinds.items()))
+    return TakenWeights(wanted.source, weights.origin, digest, wanted.rules, len(matches.pairs), converted, matches)

@@ -40,32 +40,27 @@ class Matches:
         """Raise JobMismatchError with every difference that is not allowed. `remedy` receives the kinds."""
         kinds = {"wrong": self.wrong} | {kind: getattr(self, kind) for kind in DIFFERENCES if kind not in rules.allow}
         kinds = {kind: names for kind, names in kinds.items() if names}
-        if kinds:
-            of = _place(weights)
-            before = {"missing": f"missing in {of}: ", "unexpected": "unexpected, not in the model: "}
-            lines = [line for kind, names in kinds.items() for line in short(names, before.get(kind, ""))]
-            raise JobMismatchError(
-                given=f"{weights.origin} for another model:\n" + "\n".join(lines),
-                conflict=f"{sum(map(len, kinds.values()))} tensors differ; nothing was loaded",
-                remedy=remedy(kinds.keys()) + self._hint(),
-            )
-
-    def _hint(self) -> str:
-        """Return a hint on a prefix to rename that would match most missing tensors, or "".
-
-        Wrappers leave such prefixes: `module.`, `_orig_mod.`, `model0.` of a Session with several models.
-        """
+        if not kinds:
+            return
+        of, hint = _place(weights), ""
+        before = {"missing": f"missing in {of}: ", "unexpected": "unexpected, not in the model: "}
+        lines = [line for kind, names in kinds.items() for line in short(names, before.get(kind, ""))]
+        # A prefix to rename that would match most missing tensors. Wrappers leave such prefixes: `module.`,
+        # `_orig_mod.`, `model0.` of a Session with several models.
         there, here = ({line.partition(" ")[0] for line in lines} for lines in (self.unexpected, self.missing))
         prefixes = Counter[tuple[str, str]]()
         prefixes.update((prefix, "") for key in there for prefix, rest in _cuts(key) if rest in here)
         prefixes.update(("", prefix) for name in here for prefix, rest in _cuts(name) if rest in there)
-        if not prefixes:
-            return ""
-        ((old, new), count), *_ = prefixes.most_common(1)
-        if 2 * count <= len(here):
-            return ""
-        what = f"names there begin with {old + '.'!r}" if old else f"names in the model begin with {new + '.'!r}"
-        return f'; {what}: write --init-rename {old}={new}, or rename={{"{old}": "{new}"}} of shoal.load'
+        for (old, new), count in prefixes.most_common(1):
+            if 2 * count > len(here):
+                what = f"begin with {old + '.'!r}" if old else f"in the model begin with {new + '.'!r}"
+                rename = f'write --init-rename {old}={new}, or rename={{"{old}": "{new}"}} of shoal.load'
+                hint = f"; names {'there ' if old else ''}{what}: {rename}"
+        raise JobMismatchError(
+            given=f"{weights.origin} for another model:\n" + "\n".join(lines),
+            conflict=f"{sum(map(len, kinds.values()))} tensors differ; nothing was loaded",
+            remedy=remedy(kinds.keys()) + hint,
+        )
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
@@ -103,7 +98,24 @@ def named_tensors(
 def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRules) -> Matches:
     """Match the tensors of a model with the tensors of a source. Raises: CommandError for a renaming without effect."""
     tensors, place = list(tensors), _place(weights)
-    keys = _by_name(weights, rules)
+    keys: dict[str, str] = {}  # the source's key for each name in the model
+    used = set()
+    for key in [*weights, *sorted(weights.all_names - set(weights))]:
+        name, old = rules.renamed(key)
+        used.add(old)
+        if name in keys:
+            raise CommandError(
+                given=f"{keys[name]} and {key} of {weights.origin}",
+                conflict=f"the renaming makes {name} of both",
+                remedy="write prefixes that leave the names different",
+            )
+        keys[name] = key
+    idle = next((f"{old}={new}" for old, new in rules.rename if old not in used), None)
+    if idle is not None:
+        some = ", ".join(list(weights)[:MOST_LINES])
+        raise CommandError(
+            given=f"renaming {idle}", conflict=f"no name there begins so: {some}", remedy="write one of their prefixes"
+        )
     matches = Matches()
     for one in tensors:
         keys |= {n: keys[k] for n, k in ((n, weights.key_of(n)) for n in one.names) if n not in keys and k in keys}
@@ -146,26 +158,3 @@ def value_of(weights: StoredWeights, keys: tuple[str, ...]) -> Tensor:
 
 def _place(weights: StoredWeights) -> str:
     return "the checkpoint" if hasattr(weights, "step") else "the file"
-
-
-def _by_name(weights: StoredWeights, rules: NameRules) -> dict[str, str]:
-    """Return the source's key for each name in the model. Raises: CommandError."""
-    keys: dict[str, str] = {}
-    used = set()
-    for key in [*weights, *sorted(weights.all_names - set(weights))]:
-        name, old = rules.renamed(key)
-        used.add(old)
-        if name in keys:
-            raise CommandError(
-                given=f"{keys[name]} and {key} of {weights.origin}",
-                conflict=f"the renaming makes {name} of both",
-                remedy="write prefixes that leave the names different",
-            )
-        keys[name] = key
-    idle = next((f"{old}={new}" for old, new in rules.rename if old not in used), None)
-    if idle is not None:
-        some = ", ".join(list(weights)[:MOST_LINES])
-        raise CommandError(
-            given=f"renaming {idle}", conflict=f"no name there begins so: {some}", remedy="write one of their prefixes"
-        )
-    return keys

@@ -10,7 +10,7 @@ import itertools
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,7 +107,13 @@ class Transfer:
         stream = self._stream
         if stream is None:
             return functools.partial(self._move, batch)
-        pinned = tree_map(_pin, batch)
+
+        def pin(value: Any) -> Any:
+            # torch pins only strided tensors; sparse and nested ones are moved without pinning.
+            movable = isinstance(value, Tensor) and value.is_cpu and is_strided(value) and not value.is_pinned()
+            return value.pin_memory() if movable else value
+
+        pinned = tree_map(pin, batch)
         with torch.cuda.stream(stream):
             moved = self._move(pinned)
 
@@ -121,12 +127,6 @@ class Transfer:
             return moved
 
         return ready
-
-
-def _pin(value: Any) -> Any:
-    # torch pins only strided tensors; sparse and nested ones are moved without pinning.
-    movable = isinstance(value, Tensor) and value.is_cpu and is_strided(value) and not value.is_pinned()
-    return value.pin_memory() if movable else value
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,11 @@ class Loader(ABC):
         """Return the largest number of microbatches that a rank has in `step`."""
 
     @abstractmethod
-    def filler(self, step: int) -> Microbatch:
-        """Return a microbatch of `step` for a rank that has fewer than others, to be computed with weight zero."""
-
     def fillers(self, step: int) -> Iterator[Microbatch]:
-        """Yield all microbatches of `step`, in the same order on all ranks."""
-        yield self.filler(step)
+        """Return all microbatches of `step`, each read on access, in the same order on all ranks.
+
+        A rank that has fewer microbatches than others computes one of them with weight zero.
+        """
 
     def check_repeats(self, step: int) -> None:  # noqa: B027 - a stream is read once
         """Read two grains of `step`, and samples across the dataset, twice. Raises: DataError if a sample differs."""
@@ -255,6 +254,65 @@ def _started(own: Callable[[int], object] | None, data: Any, worker: int) -> Non
         own(worker)
 
 
+class _RequestReader:
+    """Reader of requests, in this process and in worker processes, with the quarantine of unreadable samples.
+
+    `following`: returns the requests from a given one on, for the workers. `incidents`: list that receives incidents.
+    """
+
+    def __init__(
+        self,
+        fetcher: _Fetcher,
+        workers: int,
+        loader_options: Mapping[str, Any],
+        following: Callable[[_Request], Iterable[_Request]],
+        incidents: list[DataIncident],
+    ) -> None:
+        self._fetcher, self._quarantine, self._incidents = fetcher, fetcher.quarantine, incidents
+        options = dict(loader_options)
+        limit = float(options.pop("timeout", 0.0) or 0.0)
+        options["worker_init_fn"] = functools.partial(_started, options.get("worker_init_fn"), fetcher.source.data)
+
+        def load(first: _Request) -> DataLoader[Any]:
+            return DataLoader(fetcher, sampler=following(first), batch_size=None, num_workers=workers, **options)
+
+        def report(what: str, seconds: float) -> None:
+            done = "the workers were started again, at the same sample"
+            incidents.append(DataIncident(what, done, round(seconds, 3)))
+
+        self._processes = SampleWorkers(load, report, limit) if workers else None
+
+    def read(self, request: _Request, *, here: bool = False) -> Fetched:
+        """Return the batch of a request. `here`: the request is not the next one of the workers, if there are any.
+
+        Raises: DataError, also if too many samples are unreadable.
+        """
+        fetched: Fetched | ShoalError
+        if self._processes is None or here:
+            fetched = self._fetcher.fetch(request)
+        else:
+            fetched = self._processes.next(request)
+            if isinstance(fetched, ShoalError):
+                raise fetched
+            if self._quarantine is not None:
+                ids = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
+                if not self._quarantine.known.keys().isdisjoint(ids):  # not known when the worker started
+                    fetched = self._fetcher.fetch(request)
+        if fetched.bad and self._quarantine is not None:
+            new = self._quarantine.add(fetched.bad)
+            if new:
+                many = ", ".join(map(str, list(new)[:8]))
+                what = f"samples that cannot be read: {many}; {next(iter(new.values()))}"
+                self._incidents.append(DataIncident(what, "others were read in their places", bad=new))
+            self._quarantine.check()
+        return fetched
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._processes is not None:
+            self._processes.close()
+
+
 class MapLoader(Loader):
     """Loader of a map-style dataset. Which samples a rank reads is pure arithmetic."""
 
@@ -279,16 +337,18 @@ class MapLoader(Loader):
         """
         super().__init__()
         self.may_draw = source.draws or workers > 0
-        self._reading = dict(reading or {})
+        self._order, self._place, self._source = order, place, source
         self._quarantine = Quarantine(bad_samples) if bad_samples else None
-        self._order, self._place = order, place
-        self._workers, self._pin_memory = workers, pin_memory
-        self._fetcher = _Fetcher(source, order, self._quarantine)
         self._per_microbatch = order.num_grains
-        report, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
-        self._processes = SampleWorkers(self._data_loader, report, limit) if workers else None
         self._next = 0
         self._known: dict[int, list[_Digested]] = {}
+
+        def following(first: _Request) -> Iterable[_Request]:
+            ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
+            return itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
+
+        fetcher, options = _Fetcher(source, order, self._quarantine), {"pin_memory": pin_memory, **(reading or {})}
+        self._reader = _RequestReader(fetcher, workers, options, following, self.incidents)
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
@@ -304,18 +364,15 @@ class MapLoader(Loader):
     def most_microbatches(self, step: int) -> int:
         return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))
 
-    def filler(self, step: int) -> Microbatch:
-        return next(self.fillers(step))
-
     def fillers(self, step: int) -> Iterator[Microbatch]:
         for rank in range(self._place.num_ranks):
             for request in self.requests(step, rank):
                 yield self._read(step, request.grains, request.ids)
 
     def check_repeats(self, step: int) -> None:
-        source, grains = self._fetcher.source, self._order.grains(step)[:2]
+        source, grains = self._source, self._order.grains(step)[:2]
         if isinstance(source, SampleSource):
-            keys = [random_key(self._fetcher.order.seed, "data", step, grain.index) for grain in grains]
+            keys = [random_key(self._order.seed, "data", step, grain.index) for grain in grains]
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
                 # Also samples across the whole set, since a transform may draw for some samples only.
@@ -340,56 +397,25 @@ class MapLoader(Loader):
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
-        requests = self._own_requests(step)
-        microbatches = (self._microbatch(request, self._fetch(request), words) for request, words in requests)
-        return StepData(step, step // self._order.steps_per_epoch, len(requests), microbatches)
-
-    def _own_requests(self, step: int) -> list[_Digested]:
-        """Return this rank's requests of a step.
-
-        Several steps are computed at once, since each call is slow after a backward.
-        """
-        if step not in self._known:
+        if step not in self._known:  # several steps are computed at once, since each call is slow after a backward
             count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
             ahead = {number: self.requests(number) for number in range(step, step + count)}
             every = [request for requests in ahead.values() for request in requests]
             parts = [(request.step, [grain.index for grain in request.grains], request.ids) for request in every]
-            words = iter(words_of_steps(parts))
-            known = {number: [(request, next(words)) for request in requests] for number, requests in ahead.items()}
-            self._known = known
-        return self._known.pop(step)
+            digests = iter(words_of_steps(parts))
+            self._known = {number: [(request, next(digests)) for request in own] for number, own in ahead.items()}
+        requests = self._known.pop(step)
+        microbatches = (self._microbatch(request, self._reader.read(request), words) for request, words in requests)
+        return StepData(step, step // self._order.steps_per_epoch, len(requests), microbatches)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
-        return self._microbatch(request, self._noted(self._fetcher.fetch(request)))
+        return self._microbatch(request, self._reader.read(request, here=True))
 
     def _microbatch(self, request: _Request, fetched: Fetched, words: list[float] | None = None) -> Microbatch:
         read = functools.partial(self._read, request.step)
         known = None if fetched.replaced else words
         return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, known, fetched.replaced)
-
-    def _fetch(self, request: _Request) -> Fetched:
-        if self._processes is None:
-            return self._noted(self._fetcher.fetch(request))
-        fetched: Fetched | ShoalError = self._processes.next(request)
-        if isinstance(fetched, ShoalError):
-            raise fetched
-        if self._quarantine is not None:
-            read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
-            if not self._quarantine.known.keys().isdisjoint(read):  # not known when the worker started
-                fetched = self._fetcher.fetch(request)
-        return self._noted(fetched)
-
-    def _noted(self, fetched: Fetched) -> Fetched:
-        """Record bad samples and return the batch. Raises: DataError if there are too many."""
-        if fetched.bad and self._quarantine is not None:
-            new = self._quarantine.add(fetched.bad)
-            if new:
-                many = ", ".join(map(str, list(new)[:8]))
-                what = f"samples that cannot be read: {many}; {next(iter(new.values()))}"
-                self.incidents.append(DataIncident(what, "others were read in their places", bad=new))
-            self._quarantine.check()
-        return fetched
 
     def leave_out(self, bad: Mapping[int, str]) -> None:
         if self._quarantine is not None:
@@ -402,23 +428,5 @@ class MapLoader(Loader):
                 remedy="leave --bad-samples out: a run that goes on keeps its number",
             )
 
-    def _workers_anew(self, what: str, seconds: float) -> None:
-        done = "the workers were started again, at the same sample"
-        self.incidents.append(DataIncident(what, done, round(seconds, 3)))
-
-    def _data_loader(self, first: _Request) -> DataLoader[Any]:
-        ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
-        wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
-        start = functools.partial(_started, self._reading.get("worker_init_fn"), self._fetcher.source.data)
-        return DataLoader(
-            self._fetcher,
-            sampler=wanted,
-            batch_size=None,
-            num_workers=self._workers,
-            pin_memory=self._pin_memory,
-            **{**self._reading, "worker_init_fn": start},
-        )
-
     def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
+        self._reader.close()

@@ -42,8 +42,23 @@ class Parquet:
     ) -> None:
         self.folder = os.fspath(folder)
         self._cache_bytes = cache_bytes
-        self._files = _files(self.folder)
-        schema, counts = self._files[0].schema_arrow, []
+        try:
+            from pyarrow.parquet import ParquetFile
+        except ImportError:
+            raise DataError(
+                given=self.folder, conflict="pyarrow is not installed, which reads Parquet", remedy=_INSTALL
+            ) from None
+        is_folder = os.path.isdir(self.folder)
+        names = sorted(name for name in os.listdir(self.folder) if name.endswith(".parquet")) if is_folder else []
+        if not names:
+            raise DataError(
+                given=f"Parquet({self.folder!r})",
+                conflict="there are no .parquet files" if is_folder else "there is no such folder",
+                remedy="give the folder that shoal.from_spark or frame.write.parquet has written, and that all hosts "
+                "see",
+            )
+        files = [ParquetFile(os.path.join(self.folder, name), memory_map=True) for name in names]
+        schema = files[0].schema_arrow
         self.columns = tuple(schema.names if columns is None else columns)
         wrong = [name for name in self.columns if name not in schema.names]
         if wrong:
@@ -52,7 +67,7 @@ class Parquet:
                 conflict=f"there is no column {', '.join(wrong)}{nearest(wrong[0], schema.names)}",
                 remedy=f"use columns of {', '.join(schema.names)}",
             )
-        self._groups = [(file, group) for file in self._files for group in range(file.num_row_groups)]
+        self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
         counts = [file.metadata.row_group(group).num_rows for file, group in self._groups]
         self._starts: list[int] = [0, *accumulate(counts)]
         self._cache: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -120,7 +135,12 @@ def from_spark(frame: Any, folder: str | os.PathLike[str], *, overwrite: bool = 
     Raises: DataError that lists all columns that no tensor can store; DataError if the folder has another frame.
     """
     path, schema = os.path.abspath(os.fspath(folder)), frame.schema
-    wrong = {field.name: field.dataType.simpleString() for field in schema.fields if not _readable(field.dataType)}
+    wrong = {}
+    for field in schema.fields:
+        kind = field.dataType.simpleString()
+        inner = kind.removeprefix("array<").removesuffix(">") if kind.startswith("array<") else kind
+        if inner not in _NUMBERS and kind not in ("string", "binary"):
+            wrong[field.name] = kind
     if wrong:
         casts = {cast for kind in wrong.values() for word, cast in _CASTS.items() if kind.startswith(word)}
         raise DataError(
@@ -141,33 +161,9 @@ def from_spark(frame: Any, folder: str | os.PathLike[str], *, overwrite: bool = 
     return Parquet(path)
 
 
-def _readable(kind: Any) -> bool:
-    name = kind.simpleString()
-    inner = name.removeprefix("array<").removesuffix(">") if name.startswith("array<") else name
-    return inner in _NUMBERS or name in ("string", "binary")
-
-
-def _files(folder: str) -> list[Any]:
-    """Return the opened Parquet files of a folder, in the order of their names. Raises: DataError."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise DataError(
-            given=folder, conflict="pyarrow is not installed, which reads Parquet", remedy=_INSTALL
-        ) from None
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".parquet")) if os.path.isdir(folder) else []
-    if not names:
-        raise DataError(
-            given=f"Parquet({folder!r})",
-            conflict="there are no .parquet files" if os.path.isdir(folder) else "there is no such folder",
-            remedy="give the folder that shoal.from_spark or frame.write.parquet has written, and that all hosts see",
-        )
-    return [ParquetFile(os.path.join(folder, name), memory_map=True) for name in names]
-
-
 def _array(column: Any) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
-    return found
+    values: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return values
 
 
 def _bytes(rows: dict[str, Any]) -> int:

@@ -234,17 +234,20 @@ class SampleSource(MapSource):
 
     def read(self, ids: list[int]) -> list[Any]:
         """Return samples in order. Raises: DataError that names the unreadable sample."""
-        if self._get_many is not None:
-            try:
+        samples: list[Any] = []
+        try:
+            if self._get_many is not None:
                 return list(self._get_many(ids))
-            except Exception as error:
-                raise _failed_sample(self.name, f"samples {_short(ids)}", error) from error
-        samples = []
-        for i in ids:
-            try:
-                samples.append(self.data[i])
-            except Exception as error:
-                raise _failed_sample(self.name, f"sample {i}", error) from error
+            for i in ids:
+                samples.append(self.data[i])  # one by one, so that an error states the sample's number
+        except Exception as error:
+            if self._get_many is None:
+                what = f"sample {ids[len(samples)]}"
+            else:
+                some = ids if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ... {ids[-1]}] ({len(ids)})"
+                what = f"samples {some}"
+            remedy = "mend the dataset or leave that sample out of it"
+            raise raised(f"{what} of {self.name}", "reading it", error, remedy) from error
         return samples
 
 
@@ -258,7 +261,12 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
         batch = collate(samples)
         if isinstance(batch, UserDict):
             return dict(batch)  # torch moves and splits only dicts
-        return NoSamples() if collate is not default_collate and _is_empty(batch) else batch
+        if collate is default_collate:
+            return batch
+        # A batch without samples has tensors with a first dim, and all of them have no rows.
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        lengths = [tensor.size(0) for tensor in tensors]  # size(0) also works for nested tensors
+        return NoSamples() if lengths and not any(lengths) else batch
     except ShoalError:
         raise
     except Exception as error:
@@ -295,14 +303,6 @@ def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, int | float | str | bytes) and type(one) is type(other):
         return one == other or one != one
     return True
-
-
-def _is_empty(batch: Any) -> bool:
-    """Return True if a batch has tensors with a first dim, and all of them have no rows."""
-    lengths = [
-        leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]  # size(0) also works for nested tensors
-    return bool(lengths) and not any(lengths)
 
 
 def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> bool:
@@ -483,24 +483,13 @@ def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _failed_sample(name: str, what: str, error: Exception) -> DataError:
-    return raised(f"{what} of {name}", "reading it", error, "mend the dataset or leave that sample out of it")
-
-
 def raised(given: str, what: str, error: Exception, remedy: str) -> DataError:
     """Create the error for an exception from a job's data, with its place in the job's code and the traceback."""
-    text = f"{what} raised {type(error).__name__}: {_first_line(error)}{place_of(error)}"
-    found = DataError(given=given, conflict=text, remedy=remedy)
-    found.traceback_text = traceback_of(error)
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    return text_of(error).strip().split("\n")[0][:300]
-
-
-def _short(ids: list[int]) -> str:
-    return str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ... {ids[-1]}] ({len(ids)})"
+    first = text_of(error).strip().split("\n")[0][:300]
+    text = f"{what} raised {type(error).__name__}: {first}{place_of(error)}"
+    data_error = DataError(given=given, conflict=text, remedy=remedy)
+    data_error.traceback_text = traceback_of(error)
+    return data_error
 
 
 def digest_of_samples(batch: Any) -> str | None:

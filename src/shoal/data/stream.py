@@ -86,11 +86,12 @@ class StreamLoader(Loader):
         self._collate = collate or default_collate
         self._sharded = hasattr(stream, "shard")
         self._per_microbatch = order.num_grains
-        self._slots = range(order.num_grains) if self._sharded else range(1)
-        mine = share([Grain(i, 0, 1) for i in self._slots], place.rank, place.num_ranks)
-        own = [g.index for g in mine] if self._sharded else [0]
-        opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in own}  # type: ignore[attr-defined]
-        self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
+        if self._sharded:
+            mine = share([Grain(i, 0, 1) for i in range(order.num_grains)], place.rank, place.num_ranks)
+            shards = {g.index: stream.shard(num_shards=order.num_grains, index=g.index) for g in mine}  # type: ignore[attr-defined]
+        else:
+            shards = {0: stream}
+        self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in shards.items()}
         self._pending: list[_GrainSamples] | None = None
         self._first: list[_GrainSamples] = []  # grains of the pending step that this rank has read, of any rank
         self.samples: list[Any] | None = None  # all samples of the pending step, if every rank reads them
@@ -103,7 +104,26 @@ class StreamLoader(Loader):
     def step(self, step: int) -> StepData | None:
         if self._pending is None:
             grains = self._grains(step)
-            self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
+            if self._sharded:
+                pending: list[_GrainSamples] = []
+                for grain in (grain for grain in grains if grain.index in self._readers):
+                    first = self._readers[grain.index].count
+                    samples = self._read(step, grain.index, grain.size)
+                    if samples:
+                        ids = np.arange(first, first + len(samples), dtype=np.int64) * self._order.num_grains
+                        own = Grain(grain.index, grain.start, len(samples))
+                        pending.append(_GrainSamples(own, ids + grain.index, samples))
+                self._pending = self._first = pending
+            else:
+                first = self._readers[0].count
+                samples = self.samples = self._read(step, 0, sum(g.size for g in grains))
+                self._first = [
+                    _GrainSamples(
+                        g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size]
+                    )
+                    for g in divide(len(samples), self._order.global_batch, self._order.num_grains)
+                ]
+                self._pending = share(self._first, self._place.rank, self._place.num_ranks)
         if not self._pending:
             return None
         runs = microbatches(self._pending, self._per_microbatch)
@@ -113,7 +133,7 @@ class StreamLoader(Loader):
         """Raise JobError, since a stream's number of microbatches is unknown."""
         raise no_lockstep()
 
-    def filler(self, step: int) -> Microbatch:
+    def fillers(self, step: int) -> Iterator[Microbatch]:
         """Raise JobError, since a stream has no fillers."""
         raise no_lockstep()
 
@@ -131,49 +151,12 @@ class StreamLoader(Loader):
 
     def _read(self, step: int, index: int, wanted: int) -> list[Any]:
         """Read a step's samples from one reader, with seeded generators."""
-        self._seed("read", step, *([index] if self._sharded else []))
+        seed_everything(random_key(self._order.seed, "read", step, *([index] if self._sharded else [])))
         return self._readers[index].read(wanted)
-
-    def _replay(self, index: int, count: int) -> None:
-        """Read the earlier samples of a stream without its own state again, step by step."""
-        reader, step = self._readers[index], 0
-        while reader.count < count:
-            sizes = {grain.index: grain.size for grain in self._grains(step)}
-            if not sizes:
-                return  # the job is shorter now
-            wanted = sizes.get(index, 0) if self._sharded else sum(sizes.values())
-            if wanted and not self._read(step, index, min(wanted, count - reader.count)):
-                return  # the stream is shorter now
-            step += 1
-
-    def _read_shards(self, step: int, grains: list[Grain]) -> list[_GrainSamples]:
-        read = []
-        for grain in grains:
-            reader = self._readers.get(grain.index)
-            if reader is None:
-                continue
-            first = reader.count
-            samples = self._read(step, grain.index, grain.size)
-            if samples:
-                ordinals = np.arange(first, first + len(samples), dtype=np.int64)
-                ids = ordinals * self._order.num_grains + grain.index
-                read.append(_GrainSamples(Grain(grain.index, grain.start, len(samples)), ids, samples))
-        self._first = read
-        return read
-
-    def _read_all(self, step: int, grains: list[Grain]) -> list[_GrainSamples]:
-        first = self._readers[0].count
-        samples = self.samples = self._read(step, 0, sum(g.size for g in grains))
-        present = divide(len(samples), self._order.global_batch, self._order.num_grains)
-        self._first = [
-            _GrainSamples(g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size])
-            for g in present
-        ]
-        return share(self._first, self._place.rank, self._place.num_ranks)
 
     def _microbatch(self, step: int, parts: list[_GrainSamples]) -> Microbatch:
         rows = [sample for part in parts for sample in part.samples]
-        self._seed("data", step, parts[0].grain.index)
+        seed_everything(random_key(self._order.seed, "data", step, parts[0].grain.index))  # collate functions may draw
         batch = collate_samples(self._collate, rows, "train_data")
 
         def read(grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
@@ -183,10 +166,6 @@ class StreamLoader(Loader):
             return self._microbatch(step, again)
 
         return Microbatch(step, tuple(part.grain for part in parts), tuple(part.ids for part in parts), batch, read)
-
-    def _seed(self, *parts: int | str) -> None:
-        """Seed the generators for streams and collate functions that draw random numbers."""
-        seed_everything(random_key(self._order.seed, *parts))
 
     def _read_state(self) -> dict[str, Any]:
         return {str(i): reader.state() for i, reader in self._readers.items()}
@@ -198,9 +177,18 @@ class StreamLoader(Loader):
         self._pending = None
         merged = {int(i): state for saved in states for i, state in saved.items()}
         for i, reader in self._readers.items():
-            if i in merged:
-                reader.restore(merged[i])
-                self._replay(i, merged[i]["count"])
+            if i not in merged:
+                continue
+            reader.restore(merged[i])
+            # Read the earlier samples of a stream without its own state again, step by step.
+            step, count = 0, merged[i]["count"]
+            while reader.count < count:
+                sizes = {grain.index: grain.size for grain in self._grains(step)}
+                wanted = sizes.get(i, 0) if self._sharded else sum(sizes.values())
+                # The job or the stream may be shorter now.
+                if not sizes or (wanted and not self._read(step, i, min(wanted, count - reader.count))):
+                    break
+                step += 1
         self._state = self._read_state()
 
 

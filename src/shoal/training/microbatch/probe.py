@@ -72,7 +72,7 @@ class PolicyProbe:
             before = parts.computer.computation.effective_grains
             first = fetched.first.microbatch if fetched.first is not None else None
             if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
-                first = self._loader.filler(fetched.step)
+                first = next(self._loader.fillers(fetched.step))
             result = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
             if not parts.observer_looks:  # an observer, such as a verification's, compares what ranks compute itself
                 refuse_other_losses(parts.mesh.gather_json(result.seen))

@@ -167,7 +167,7 @@ class StepRunner:
                 loaded = list(fetched.microbatches(inputs))
                 seen += [one.microbatch.without_batch() for one in loaded]
                 if meets:
-                    most, filler = self._loader.most_microbatches(fetched.step), self._loader.filler(fetched.step)
+                    most, filler = self._loader.most_microbatches(fetched.step), next(self._loader.fillers(fetched.step))
                     fillers = most - len(loaded)
                     loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * fillers
                 if loaded:
@@ -187,7 +187,7 @@ class StepRunner:
                         current = next(microbatches)
                         seen.append(current.microbatch.without_batch())
                     else:
-                        filler = self._loader.filler(fetched.step)
+                        filler = next(self._loader.fillers(fetched.step))
                         current = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
                     self._output = None  # for example, from a look
                     passes.compute(current, last=number == most - 1, counts=number < own)

@@ -47,7 +47,7 @@ def found(make: Callable[[], nn.Module], bad: int, break_at: int | None = None) 
         LossComputer(job, model, precision, MicrobatchPolicy(4, "scoped")), precision, list(model.parameters())
     )
     if break_at is not None:
-        loader._fetcher.source = None  # type: ignore[assignment]
+        loader._reader._fetcher.source = None  # type: ignore[assignment]
     return search.find(alone(DEVICE), microbatches)
 
 
