@@ -274,7 +274,14 @@ def _load_groups(
     for group, numbers in zip(own, sources, strict=True):
         for number in numbers:  # one number, or none if the group is empty on this rank
             values = decode(saved_groups[number or 0]["values"], leaf)
-            replaced += _replaced(group, values) if is_torchs(part) else ()
+            left = (*_NOT_TRAINED_WITH, *(_MOVED_BY_CYCLES if "base_momentum" in values else ()))
+            for name, value in group.items() if is_torchs(part) else ():
+                before = values.get(name, value)
+                if name not in left and isinstance(value, bool | int | float | tuple) and before != value:
+                    replaced.append(
+                        f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's "
+                        f"{before}; a new run begins with it"
+                    )
             group.update(values)
     return replaced
 
@@ -282,18 +289,6 @@ def _load_groups(
 # The engine sets the learning rates before each step and chooses the implementation of torch's optimizers.
 _NOT_TRAINED_WITH = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _MOVED_BY_CYCLES = ("momentum", "betas")  # changed by torch's schedulers with a base_momentum
-
-
-def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:
-    """Yield a sentence for each setting in a group of a torch optimizer that differs from the saved value."""
-    left = (*_NOT_TRAINED_WITH, *(_MOVED_BY_CYCLES if "base_momentum" in saved else ()))
-    for name, value in group.items():
-        before = saved.get(name, value)
-        if name not in left and isinstance(value, bool | int | float | tuple) and before != value:
-            yield (
-                f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's "
-                f"{before}; a new run begins with it"
-            )
 
 
 def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:

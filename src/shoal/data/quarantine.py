@@ -75,7 +75,7 @@ class TolerantReader:
 
         Raises: DataError if no replacement is readable.
         """
-        if not any(self._is_bad(i) for i in ids):
+        if not any(i in self._quarantine.known or i in self.bad for i in ids):
             try:
                 return self._source.read(ids)
             except DataError as error:
@@ -90,7 +90,7 @@ class TolerantReader:
         """
         candidate = wanted
         for attempt in range(_MOST_DRAWS):
-            if not self._is_bad(candidate):
+            if candidate not in self._quarantine.known and candidate not in self.bad:
                 try:
                     (sample,) = self._source.read([candidate])
                     break
@@ -109,9 +109,6 @@ class TolerantReader:
         if candidate != wanted:
             self.replaced[wanted] = candidate
         return sample
-
-    def _is_bad(self, sample: int) -> bool:
-        return sample in self._quarantine.known or sample in self.bad
 
 
 def _refuse_shortage(error: DataError) -> None:

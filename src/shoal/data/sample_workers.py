@@ -49,7 +49,12 @@ class SampleWorkers:
         while True:
             began = time.monotonic()
             if self._batches is None:
-                self._start(request)
+                here = threading.current_thread() is threading.main_thread()
+                handler = signal.getsignal(signal.SIGCHLD) if here else None
+                self._batches = iter(self._load(request))
+                self._watch = _Watch(self._kill)
+                if here:  # torch's handler raises at an arbitrary place in the rank
+                    signal.signal(signal.SIGCHLD, handler)
             why, dead = self._wait(began)
             if why is None:
                 self._in_a_row, self._longest = 0, max(self._longest, time.monotonic() - began)
@@ -61,20 +66,13 @@ class SampleWorkers:
                 raise _failed(f"{why}, {self._in_a_row} times in a row", dead)
             self._report(why, time.monotonic() - began)
 
-    def _start(self, request: Any) -> None:
-        here = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGCHLD) if here else None
-        self._batches = iter(self._load(request))
-        self._watch = _Watch(self._kill)
-        if here:  # torch's handler raises at an arbitrary place in the rank
-            signal.signal(signal.SIGCHLD, handler)
-
     def _wait(self, began: float) -> tuple[str | None, int | None]:
         """Wait for the next batch. Return the reason if there is none, and the exit code of a dead worker."""
         batches, watch = self._batches, self._watch
         assert batches is not None
         assert watch is not None
-        watch.until = began + self._limit()
+        learned = max(_LEAST_SECONDS, _TIMES * self._longest) if self._longest else _FIRST_SECONDS
+        watch.until = began + max(learned, self._limit_seconds) * _TIMES_AGAIN**self._in_a_row
         batches._timeout = _LOOK_SECONDS  # type: ignore[attr-defined]  # torch's iterator has no public setter
         while True:
             try:
@@ -94,10 +92,6 @@ class SampleWorkers:
             else:
                 watch.until = math.inf
                 return None, None
-
-    def _limit(self) -> float:
-        learned = max(_LEAST_SECONDS, _TIMES * self._longest) if self._longest else _FIRST_SECONDS
-        return max(learned, self._limit_seconds) * _TIMES_AGAIN**self._in_a_row
 
     def _kill(self) -> None:
         """Kill the processes, since stopped or deadlocked ones ignore other signals."""

@@ -290,18 +290,19 @@ def _same(one: Any, other: Any) -> bool:
     Leaves other than tensors, arrays, numbers and strings are ignored.
     """
     leaves, others = tree_leaves(one), tree_leaves(other)
-    return len(leaves) == len(others) and all(map(_same_leaf, leaves, others))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if not (is_strided(one) and is_strided(other)):
-            return True
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw_bytes(one), raw_bytes(other))
-    if isinstance(one, np.ndarray | np.generic) and isinstance(other, np.ndarray | np.generic):
-        return one.dtype.hasobject or one.tobytes() == other.tobytes()
-    if isinstance(one, int | float | str | bytes) and type(one) is type(other):
-        return one == other or one != one
+    if len(leaves) != len(others):
+        return False
+    for a, b in zip(leaves, others, strict=True):
+        same = True
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if is_strided(a) and is_strided(b):
+                same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
+        elif isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic):
+            same = a.dtype.hasobject or a.tobytes() == b.tobytes()
+        elif isinstance(a, int | float | str | bytes) and type(a) is type(b):
+            same = a == b or a != a
+        if not same:
+            return False
     return True
 
 
@@ -415,7 +416,20 @@ def source_of(name: str, data: Any, collate: Collate | None) -> Source:
         rows = TensorSource(name, data)
         source = rows if collate is None else SampleSource(name, _Rows(data, len(rows)), collate)
     else:
-        _refuse_several(name, data)
+        inner: dict[Any, Any] = {}
+        if isinstance(data, Mapping):
+            inner = dict(data)
+        elif type(data) in (list, tuple):
+            inner = dict(enumerate(data[:8]))
+        is_by_name = isinstance(data, Mapping) and bool(inner) and 0 not in data
+        if is_by_name or any(isinstance(own, Dataset | DataLoader) for own in inner.values()):
+            kinds = ", ".join(f"{key!r}: {type(own).__name__}" for key, own in list(inner.items())[:4])
+            raise DataError(
+                given=f"{name} of a {type(data).__name__} with {kinds}",
+                conflict="a step is made of samples of one data set, by their numbers from 0",
+                remedy="give one data set: torch.utils.data.ConcatDataset([...]) of them to train on the samples of "
+                "all, or one whose __getitem__(i) returns a dict with a sample of each; eval_data takes a dict of sets",
+            )
         if not (hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__"))):
             raise DataError(
                 given=f"{name} of type {type(data).__name__}",
@@ -428,24 +442,6 @@ def source_of(name: str, data: Any, collate: Collate | None) -> Source:
             given=f"{name} with 0 samples", conflict="a step needs samples", remedy=f"check what {name} reads"
         )
     return source
-
-
-def _refuse_several(name: str, data: Any) -> None:
-    """Reject a dict, list or tuple of datasets or loaders, which has no samples itself. Raises: DataError."""
-    inner = (
-        dict(data) if isinstance(data, Mapping) else dict(enumerate(data[:8])) if type(data) in (list, tuple) else {}
-    )
-    sets = {key: own for key, own in inner.items() if isinstance(own, Dataset | DataLoader)}
-    by_name = isinstance(data, Mapping) and bool(inner) and 0 not in data
-    if not sets and not by_name:
-        return
-    kinds = ", ".join(f"{key!r}: {type(own).__name__}" for key, own in list(inner.items())[:4])
-    raise DataError(
-        given=f"{name} of a {type(data).__name__} with {kinds}",
-        conflict="a step is made of samples of one data set, by their numbers from 0",
-        remedy="give one data set: torch.utils.data.ConcatDataset([...]) of them to train on the samples of all, or "
-        "one whose __getitem__(i) returns a dict with a sample of each; eval_data takes a dict of sets",
-    )
 
 
 class _Rows:

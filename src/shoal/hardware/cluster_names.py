@@ -87,7 +87,37 @@ def named_cluster(text: str) -> Cluster:
         alternatives={ranks: of_cores(one, per_host, ranks) for ranks in cores},
     )
     for modifier in filter(None, modifiers.split("@")):
-        cluster = _modified(cluster, modifier)
+        if cap := CAP.fullmatch(modifier):
+            cluster = replace(cluster, device=capped(cluster.device, float(cap[1])))
+            continue
+        if margin := _MARGIN.fullmatch(modifier):
+            percent = float(margin[1])
+            if percent >= 100:
+                raise HardwareError(
+                    given=f"a memory margin of {percent:g} %",
+                    conflict="it leaves no memory to plans",
+                    remedy=f"write less, as {cluster.device.name}@margin=5%",
+                )
+            cluster = replace(cluster, memory_margin=percent / 100)
+            continue
+        port_parts = _PORTS.fullmatch(modifier)
+        count, link_name = port_parts.groups() if port_parts else (None, modifier)
+        num_ports = int(count or 1)
+        if speed := _SPEED.fullmatch(link_name):
+            gigabits = float(speed[1]) * num_ports
+            like = cluster.between or link("InfiniBand-HDR")
+            stated = f"given: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"
+            network = replace(
+                like,
+                name=f"{gigabits:g} Gbit/s",
+                bytes_per_second=gigabits * 1e9 / 8 * _SPEED_SHARE,
+                sources={**like.sources, "bytes_per_second": stated},
+            )
+            cluster = replace(cluster, between=network)
+            continue
+        known = entry("link", link_name, links())
+        other, is_within = _of_ports(link(known), num_ports), links()[known]["reach"] == "host"
+        cluster = replace(cluster, within=other) if is_within else replace(cluster, between=other)
     return cluster
 
 

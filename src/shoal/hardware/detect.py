@@ -60,11 +60,6 @@ def within_quota(number: int, quota: float | None) -> float:
     return min(number, quota or number)
 
 
-def allowed_cores(root: Path = Path("/")) -> int:
-    """Return the whole cores that this process can use under its affinity and its cgroup's quota; at least one."""
-    return max(1, int(within_quota(cores(), cpu_quota(root))))
-
-
 def upwards(top: Path, place: str) -> list[Path]:
     """Return the folder `place` below `top`, and its parents up to `top`."""
     parts = [part for part in place.split("/") if part and part != ".."]

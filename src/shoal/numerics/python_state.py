@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -397,7 +397,19 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     if is_distributed or package in ("shoal", *OF_PROCESS, "_io", "socket", "ssl"):
         return None
     if slots := _slots(kind):
-        return _Slots(value, slots)
+
+        def read(key: str) -> Any:
+            try:
+                return object.__getattribute__(value, key)
+            except AttributeError:
+                raise KeyError(key) from None
+
+        return _View(
+            lambda: [*(key for key in slots if hasattr(value, key)), *getattr(value, "__dict__", ())],
+            read,
+            functools.partial(object.__setattr__, value),
+            functools.partial(object.__delattr__, value),
+        )
     try:
         attributes = getattr(value, "__dict__", None)
     except Exception:  # a proxy without an object
@@ -422,86 +434,69 @@ def _is_users(kind: Any) -> bool:
     return where is None or (not where.startswith(_LIBRARIES) and package != "shoal")
 
 
-class _Slots(MutableMapping[str, Any]):
-    """Attributes of an object with `__slots__` in its class, including the attributes in its `__dict__`."""
+class _View(MutableMapping[str, Any]):
+    """Variables that are in no dict of their own, by name: functions return the names and read, set and delete one."""
 
-    def __init__(self, value: Any, slots: Sequence[str]) -> None:
-        self._value, self._slots = value, slots
+    def __init__(
+        self,
+        names: Callable[[], list[str]],
+        read: Callable[[str], Any],
+        write: Callable[[str, Any], object],
+        delete: Callable[[str], object],
+    ) -> None:
+        self._names, self._read, self._write, self._delete = names, read, write, delete
 
     def __getitem__(self, key: str) -> Any:
-        return object.__getattribute__(self._value, key)
+        return self._read(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        object.__setattr__(self._value, key, value)
+        self._write(key, value)
 
     def __delitem__(self, key: str) -> None:
-        object.__delattr__(self._value, key)
+        self._delete(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*(key for key in self._slots if hasattr(self._value, key)), *getattr(self._value, "__dict__", ())])
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._names())
 
 
-class _Cells(MutableMapping[str, Any]):
-    """Variables of a function's closure by name."""
+def _closure_of(function: types.FunctionType) -> _View:
+    """Return the variables of a function's closure."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
-    def __init__(self, function: types.FunctionType) -> None:
-        names = function.__code__.co_freevars
-        self._cells = dict(zip(names, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, key: str) -> Any:
+    def read(key: str) -> Any:
         try:
-            return self._cells[key].cell_contents
+            return cells[key].cell_contents
         except ValueError:  # the variable is set later
             return None
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._cells[key].cell_contents = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._cells[key].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
+    return _View(
+        lambda: list(cells),
+        read,
+        lambda key, value: setattr(cells[key], "cell_contents", value),
+        lambda key: delattr(cells[key], "cell_contents"),
+    )
 
 
-class _Named(MutableMapping[str, Any]):
-    """Selected names of a namespace: the globals that a function reads, or a class's own data.
+def _globals_of(home: MutableMapping[str, Any], names: Iterable[str]) -> _View:
+    """Return selected globals of a module."""
+    chosen = sorted(names)
+    return _View(
+        lambda: [name for name in chosen if name in home], home.__getitem__, home.__setitem__, home.__delitem__
+    )
 
-    `names` None: all names that are data at the time of access.
-    """
 
-    def __init__(self, home: MutableMapping[str, Any] | type, names: Iterable[str] | None) -> None:
-        self._home, self._names = home, None if names is None else sorted(names)
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self._home)[key] if isinstance(self._home, type) else self._home[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(self._home, type):
-            setattr(self._home, key, value)
-        else:
-            self._home[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        if isinstance(self._home, type):
-            delattr(self._home, key)
-        else:
-            del self._home[key]
-
-    def __iter__(self) -> Iterator[str]:
-        home = vars(self._home) if isinstance(self._home, type) else self._home
-        if self._names is None:
-            return iter([n for n, v in home.items() if not n.startswith("__") and _is_data(v) and n not in _OF_CLASSES])
-        return iter([name for name in self._names if name in home])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+def _data_of(kind: type) -> _View:
+    """Return a class's own data at the time of access."""
+    own = vars(kind)
+    return _View(
+        lambda: [n for n, v in own.items() if not n.startswith("__") and _is_data(v) and n not in _OF_CLASSES],
+        own.__getitem__,
+        functools.partial(setattr, kind),
+        functools.partial(delattr, kind),
+    )
 
 
 # Attributes that abc and dataclasses add to a class, which are not the job's.
@@ -555,7 +550,7 @@ def reachable(  # noqa: C901 - a case for each kind of value
                 visit_function(name, value)
         elif isinstance(value, type):
             if _is_users(value):
-                places.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
+                places.append((value.__qualname__.rpartition(".")[2], _data_of(value), frozenset()))
                 for member in list(vars(value).values()):
                     inner = (getattr(member, kind, None) for kind in ("__func__", "func", "fget", "fset"))
                     for part in (member, *inner) if not isinstance(member, type) else ():
@@ -570,17 +565,19 @@ def reachable(  # noqa: C901 - a case for each kind of value
             visit(name, type(value))
 
     def visit_function(name: str, function: types.FunctionType) -> None:
-        cells, code = _Cells(function), function.__code__
+        cells, code = _closure_of(function), function.__code__
         places.append((name, cells, frozenset()))
         places.append((name, vars(function), frozenset()))
         outer = function.__globals__
         names = _names_in(code, "GLOBAL") - vars(builtins).keys()
-        places.append((name, _Named(outer, [n for n in names if n not in outer or _is_data(outer[n])]), frozenset()))
+        places.append(
+            (name, _globals_of(outer, [n for n in names if n not in outer or _is_data(outer[n])]), frozenset())
+        )
         read = [outer[n] for n in names if n in outer]
         for module in (one for one in read if isinstance(one, types.ModuleType) and _is_users(one)):
             inner = {n: vars(module)[n] for n in _names_in(code, "ATTR", "METHOD") if n in vars(module)}
             places.append(
-                (module.__name__, _Named(vars(module), [n for n in inner if _is_data(inner[n])]), frozenset())
+                (module.__name__, _globals_of(vars(module), [n for n in inner if _is_data(inner[n])]), frozenset())
             )
             read += inner.values()
         arguments = code.co_varnames[: code.co_argcount]

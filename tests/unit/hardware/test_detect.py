@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hardware import cluster, detect, dump
-from shoal.hardware.detect import allowed_cores, cores, cpu_quota, detected, kind_of, measured_file, memory_bytes
+from shoal.hardware.detect import cores, cpu_quota, detected, kind_of, measured_file, memory_bytes, within_quota
 
 
 def test_what_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,7 @@ def test_the_quota_of_a_cgroup(files: dict[str, str], quota: float | None, tmp_p
     assert cpu_quota(plant(tmp_path, files)) == quota
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("max", 4), ("250000", 2), ("50000", 1), ("900000", 4)])
-def test_cores_whose_time_a_process_gets(
-    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.hardware.detect.cores", lambda: 4)
-    assert allowed_cores(plant(tmp_path, {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"})) == cores
+@pytest.mark.parametrize(("quota", "cores"), [("max", 4), ("250000", 2.5), ("50000", 0.5), ("900000", 4)])
+def test_cores_whose_time_a_process_gets(quota: str, cores: float, tmp_path: Path) -> None:
+    allowed = cpu_quota(plant(tmp_path, {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}))
+    assert within_quota(4, allowed) == cores

@@ -163,21 +163,37 @@ class RayRun:
 
     def train(self) -> int:
         """Start the ranks until the run ends and return its exit code."""
-        bundle = self._bundle
-        there = min(int(self.ray.available_resources().get(name, 0.0) // each) for name, each in bundle.items() if each)
+        ray, bundle = self.ray, self._bundle
+        there = min(int(ray.available_resources().get(name, 0.0) // each) for name, each in bundle.items() if each)
         self.submission = self.submission.with_what_is_there(there)
-        self._group = self._placed()
-        if self._group is None:
-            return int(ExitCode.INTERRUPTED)
-        return restarted(self.submission, self.signals, self._once)
+        number = self.submission.num_processes
+        self._group = ray.util.placement_group([bundle] * number, strategy=self.settings.strategy)
+        began = said = self.clock()
+        ready = self._group.ready()
+        while not ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
+            if self.signals.received:
+                return int(ExitCode.INTERRUPTED)
+            total = {name: ray.cluster_resources().get(name, 0.0) for name in bundle}
+            short = [name for name, each in bundle.items() if total[name] < each * number]
+            if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may still be joining
+                raise LaunchError(
+                    given=f"{number} ranks with {_resources(bundle)} each",
+                    conflict=f"the Ray cluster has {_resources(total)} in all",
+                    remedy="use fewer --devices, or smaller cpus= and gpus= of a rank, or add nodes",
+                )
+            if self.clock() - said > _SAY_SECONDS:
+                said = self.clock()
+                free = {name: ray.available_resources().get(name, 0.0) for name in bundle}
+                print(f"waiting for room on the Ray cluster: free are {_resources(free)}", file=sys.stderr)
 
-    def _once(self, restarts: int) -> tuple[int, ShoalError | None]:
-        """Run one start of all ranks to its end."""
-        try:
-            self._start(restarts)
-        except self.ray.exceptions.RayActorError as error:
-            return verdict([RankEnd(0, "a Ray node", gone=_gone(error))], self.signals)
-        return verdict(self._watched(), self.signals)
+        def once(restarts: int) -> tuple[int, ShoalError | None]:
+            try:
+                self._start(restarts)
+            except ray.exceptions.RayActorError as error:
+                return verdict([RankEnd(0, "a Ray node", gone=_gone(error))], self.signals)
+            return verdict(self._watched(), self.signals)
+
+        return restarted(self.submission, self.signals, once)
 
     def close(self) -> None:
         """End the actors and release their resources."""
@@ -192,30 +208,6 @@ class RayRun:
         wanted = has_gpus if self.submission.gpus is None else self.submission.gpus
         gpus = int(wanted) if self.settings.gpus < 0 else self.settings.gpus
         return {"CPU": self.settings.cpus, **({"GPU": gpus} if gpus else {})}
-
-    def _placed(self) -> Any:
-        """Wait for the placement group and return it; None if a signal came first. Raises: LaunchError."""
-        number, bundle = self.submission.num_processes, self._bundle
-        group = self.ray.util.placement_group([bundle] * number, strategy=self.settings.strategy)
-        began = said = self.clock()
-        ready = group.ready()
-        while not self.ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
-            self._group = group
-            if self.signals.received:
-                return None
-            total = {name: self.ray.cluster_resources().get(name, 0.0) for name in bundle}
-            short = [name for name, each in bundle.items() if total[name] < each * number]
-            if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may still be joining
-                raise LaunchError(
-                    given=f"{number} ranks with {_resources(bundle)} each",
-                    conflict=f"the Ray cluster has {_resources(total)} in all",
-                    remedy="use fewer --devices, or smaller cpus= and gpus= of a rank, or add nodes",
-                )
-            if self.clock() - said > _SAY_SECONDS:
-                said = self.clock()
-                free = {name: self.ray.available_resources().get(name, 0.0) for name in bundle}
-                print(f"waiting for room on the Ray cluster: free are {_resources(free)}", file=sys.stderr)
-        return group
 
     def _start(self, restarts: int) -> None:
         """Start actors and, in each actor, its rank. Raises: LaunchError; RayActorError."""

@@ -78,35 +78,29 @@ def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
         yield active
         return
     _refuse_without_java(os.environ)
-    with defaults(os.environ, {"PYSPARK_PYTHON": sys.executable}), _own_session(sql, settings, submission) as session:
-        yield session
-
-
-@contextlib.contextmanager
-def _own_session(sql: Any, settings: SparkSettings, submission: Submission) -> Iterator[Any]:
-    """Provide a new session, which ends with the context. Raises: LaunchError."""
-    builder, variables = sql.SparkSession.builder.appName(f"shoal {submission.name}"), {}
-    if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit sets these itself
-        master = settings.master or f"local[{submission.num_processes}]"
-        builder = builder.master(master)
-        builder = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
-        if master.startswith("local"):
-            variables["SPARK_LOCAL_IP"] = _LOOPBACK
-            builder = builder.config("spark.driver.bindAddress", _LOOPBACK).config("spark.driver.host", _LOOPBACK)
-    try:
-        with defaults(os.environ, variables):
-            session = builder.getOrCreate()
-    except Exception as error:
-        said = str(error).strip().split("\n")[0][:300]
-        raise LaunchError(
-            given=f"a Spark session with master={settings.master or 'its default'}",
-            conflict=f"{type(error).__name__}: {said}",
-            remedy="check the master's address, and that pyspark is of the cluster's version",
-        ) from None
-    try:
-        yield session
-    finally:
-        session.stop()
+    with defaults(os.environ, {"PYSPARK_PYTHON": sys.executable}):
+        builder, variables = sql.SparkSession.builder.appName(f"shoal {submission.name}"), {}
+        if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit sets these itself
+            master = settings.master or f"local[{submission.num_processes}]"
+            builder = builder.master(master)
+            builder = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
+            if master.startswith("local"):
+                variables["SPARK_LOCAL_IP"] = _LOOPBACK
+                builder = builder.config("spark.driver.bindAddress", _LOOPBACK).config("spark.driver.host", _LOOPBACK)
+        try:
+            with defaults(os.environ, variables):
+                session = builder.getOrCreate()
+        except Exception as error:
+            said = str(error).strip().split("\n")[0][:300]
+            raise LaunchError(
+                given=f"a Spark session with master={settings.master or 'its default'}",
+                conflict=f"{type(error).__name__}: {said}",
+                remedy="check the master's address, and that pyspark is of the cluster's version",
+            ) from None
+        try:
+            yield session
+        finally:
+            session.stop()
 
 
 def _refuse_without_java(variables: Mapping[str, str]) -> None:
@@ -132,23 +126,6 @@ def _slots(context: Any) -> int | None:
         return None
 
 
-def _refuse_without_slots(context: Any, number: int) -> None:
-    """Raise LaunchError if the cluster cannot run `number` tasks at once. Spark itself would retry for minutes."""
-    deadline = time.monotonic() + _SLOT_SECONDS
-    while True:
-        slots = _slots(context)
-        if slots is None or slots >= number:
-            return
-        if time.monotonic() > deadline or str(context.master).startswith("local["):
-            break
-        time.sleep(_LOOK_SECONDS)
-    raise LaunchError(
-        given=f"{number} ranks on Spark ({context.master})",
-        conflict=f"a barrier stage runs all of its tasks at once, and there is room for {slots}",
-        remedy="use fewer --devices, or more executors or cores (spark.executor.instances, spark.executor.cores)",
-    )
-
-
 @dataclass
 class SparkRun:
     """Barrier stages of a run's ranks, and the watch over them."""
@@ -169,11 +146,21 @@ class SparkRun:
         """Run stages until the run ends and return its exit code. Spark itself never restarts a stage with results."""
 
         def once(_: int) -> tuple[int, ShoalError | None]:
-            there = _slots(self.session.sparkContext)
-            if there is not None:
-                self.submission = self._wanted.with_what_is_there(there)
-            # Before each stage: another executor may replace a lost one, but Spark itself retries only after 15 s.
-            _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
+            context = self.session.sparkContext
+            slots = _slots(context)
+            if slots is not None:
+                self.submission = self._wanted.with_what_is_there(slots)
+            # Another executor may replace a lost one. Spark itself retries only after 15 s, and then for minutes.
+            number, deadline = self.submission.num_processes, time.monotonic() + _SLOT_SECONDS
+            while (slots := _slots(context)) is not None and slots < number:
+                if time.monotonic() > deadline or str(context.master).startswith("local["):
+                    raise LaunchError(
+                        given=f"{number} ranks on Spark ({context.master})",
+                        conflict=f"a barrier stage runs all of its tasks at once, and there is room for {slots}",
+                        remedy="use fewer --devices, or more executors or cores (spark.executor.instances, "
+                        "spark.executor.cores)",
+                    )
+                time.sleep(_LOOK_SECONDS)
             return verdict(self._trained(), self.signals)
 
         return restarted(self.submission, self.signals, once)
