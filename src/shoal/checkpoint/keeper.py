@@ -18,7 +18,14 @@ from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.state import documents_of, load_optimizer, merged_optimizers, of_parameters, optimizer_state
+from shoal.checkpoint.state import (
+    OptimizerDocument,
+    documents_of,
+    load_optimizer,
+    merged_optimizers,
+    of_parameters,
+    optimizer_state,
+)
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, remove_later
 from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
@@ -96,7 +103,7 @@ class Trained:
                 document[key] = extra.state()
         return document
 
-    def tensors(self, callbacks: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+    def tensors(self, callbacks: CallbackState | None) -> tuple[dict[str, TensorSlices], OptimizerDocument]:
         """Return this rank's tensors by group, not copied, and the optimizer's document."""
         model = self.sharded_model
         tensors, document = optimizer_state(self.optimizer, model.model, copy=False)
@@ -187,7 +194,7 @@ class _Snapshots:
             together(mesh, lambda: self.hand_over(writer, empty, callbacks) if writer is not None else None)
             return
 
-        def tensors_of_rank() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+        def tensors_of_rank() -> tuple[dict[str, TensorSlices], OptimizerDocument]:
             if trained.has_one_copy and writer is not None:
                 writer.wait()  # the last write reads from the memory that this snapshot goes to
             return trained.tensors(callbacks)

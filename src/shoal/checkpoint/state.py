@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from shoal.parallel.model.sharded_model import laid_out, local, replaced
 TENSOR = "$tensor"
 _TUPLE, _PAIRS, _HOST = "$tuple", "$pairs", "$host"
 _CPU = torch.device("cpu")
-_ALWAYS = ("state", "groups")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -63,9 +62,31 @@ def refuse_differences(mine: Mapping[str, str], saved: Mapping[str, str]) -> Non
         )
 
 
+class GroupDocument(TypedDict):
+    """A parameter group of an optimizer as JSON: the names of its parameters, and its other values."""
+
+    params: list[str]
+    values: dict[str, Any]
+
+
+class OptimizerDocument(TypedDict, total=False):
+    """An optimizer's state other than tensors, as JSON, by parameter name.
+
+    `others`: keys and values of state that belongs to no parameter. `attributes`, `extras`: as in `whole_optimizer`.
+    `inner`: the parts of inner optimizers by their paths.
+    """
+
+    state: Required[dict[str, Any]]
+    groups: Required[list[GroupDocument]]
+    others: list[list[Any]]
+    attributes: dict[str, Any]
+    extras: dict[str, Any]
+    inner: dict[str, OptimizerDocument]
+
+
 def optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, copy: bool = True
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], OptimizerDocument]:
     """Return the optimizer's tensors by path, and a JSON document of all other state by parameter name.
 
     Inner optimizers are in the document's `inner`; attributes that steps change are included. The tensors are CPU
@@ -82,11 +103,11 @@ def optimizer_state(
     on_host, seen = functools.partial(leaf, _CPU), set[int]()
     every = {**names, **{id(b): name for name, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters()), _CPU)
-    documents: dict[str, dict[str, Any]] = {}
+    documents: dict[str, OptimizerDocument] = {}
     aside = containers(optimizer)
     for where, part in parts(optimizer).items():
         within = f"/{where}" if where else ""
-        document: dict[str, Any] = {"state": {}, "groups": []}
+        document: OptimizerDocument = {"state": {}, "groups": []}
         entries = [(p, values) for p, values in part.state.items() if id(values) not in seen]  # an earlier part's: no
         seen.update(id(values) for _, values in entries if isinstance(values, dict))
         for p, values in entries:
@@ -108,13 +129,16 @@ def optimizer_state(
             document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
         if not is_torchs(part) or is_hooked(part):
             on_device = functools.partial(leaf, device)
-            document["attributes"] = attributes(part, where, every, on_device, aside)
-            document["extras"] = extras(part, where, every, on_device, list(tensors.values()))
-        documents[where] = {key: value for key, value in document.items() if value or key in _ALWAYS}
+            if changed := attributes(part, where, every, on_device, aside):
+                document["attributes"] = changed
+            if more := extras(part, where, every, on_device, list(tensors.values())):
+                document["extras"] = more
+        documents[where] = document
     first = documents.pop("")
     inner = {where: document for where, document in documents.items() if any(document.values())}
-    values_of = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
-    return values_of, {**first, "inner": inner} if inner else first
+    if inner:
+        first["inner"] = inner
+    return {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}, first
 
 
 def _groups(part: Any, seen: set[int]) -> list[dict[str, Any]]:
@@ -124,27 +148,30 @@ def _groups(part: Any, seen: set[int]) -> list[dict[str, Any]]:
     return groups
 
 
-def documents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def documents_of(document: OptimizerDocument) -> dict[str, OptimizerDocument]:
     """Split a document of `optimizer_state`: the optimizer's own part under "", and the inner optimizers' parts."""
-    own = {key: value for key, value in document.items() if key != "inner"}
-    return {"": own, **document.get("inner", {})}
+    own = document.copy()
+    inner = own.pop("inner", {})
+    return {"": own, **inner}
 
 
-def of_parameters(document: Mapping[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+def of_parameters(document: OptimizerDocument, wanted: Callable[[str], bool]) -> OptimizerDocument:
     """Return the document with only the states of wanted parameters."""
-    first, *inner = (
-        (where, {**own, "state": {name: values for name, values in own["state"].items() if wanted(name)}})
-        for where, own in documents_of(document).items()
-    )
-    return {**first[1], "inner": dict(inner)} if inner else first[1]
+    documents = {where: part.copy() for where, part in documents_of(document).items()}
+    for part in documents.values():
+        part["state"] = {name: values for name, values in part["state"].items() if wanted(name)}
+    first = documents.pop("")
+    if documents:
+        first["inner"] = documents
+    return first
 
 
-def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_optimizers(documents: Iterable[OptimizerDocument]) -> OptimizerDocument:
     """Merge the optimizer documents of all ranks: the first state of each parameter, and groups with equal values.
 
     Ranks may have different groups, for example stages of a pipeline if the job groups parameters by name.
     """
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, OptimizerDocument] = {}
     for document in documents:
         for where, mine in documents_of(document).items():
             before = merged.setdefault(where, {"state": {}, "groups": []})
@@ -152,19 +179,27 @@ def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             for own in mine["groups"]:
                 group = next((g for g in groups if g["values"] == own["values"]), None)
                 if group is None:
-                    groups.append({**own, "params": list(own["params"])})
+                    groups.append({"params": list(own["params"]), "values": own["values"]})
                 else:
                     group["params"] += [name for name in own["params"] if name not in group["params"]]
-            merged[where] = {**mine, **before, "state": {**mine["state"], **before["state"]}, "groups": groups}
+            states = {**mine["state"], **before["state"]}
+            merged[where] = {**mine, **before, "state": states, "groups": groups}
     first = merged.pop("", {"state": {}, "groups": []})
-    return {**first, "inner": merged} if merged else first
+    if merged:
+        first["inner"] = merged
+    return first
+
+
+# The engine sets the learning rates before each step and chooses the implementation of torch's optimizers.
+_NOT_TRAINED_WITH = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+_MOVED_BY_CYCLES = ("momentum", "betas")  # changed by torch's schedulers with a base_momentum
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    document: dict[str, Any],
+    document: OptimizerDocument,
     *,
     adds_groups: bool = False,
 ) -> list[str]:
@@ -183,9 +218,10 @@ def load_optimizer(
     def read(saved: dict[str, Any], device: torch.device | None) -> Tensor:
         return leaf(usual, saved) if device is None else leaf(usual, saved).to(device)
 
-    documents = documents_of(document)
+    on_host = functools.partial(leaf, _CPU)
+    documents, nothing = documents_of(document), OptimizerDocument(state={}, groups=[])
     for where, part in parts(optimizer).items():
-        load_extras(part, documents.get(where, {}).get("extras", {}), every, read)
+        load_extras(part, documents.get(where, nothing).get("extras", {}), every, read)
     by_path = parts(optimizer)
     if documents.keys() - by_path.keys():
         raise JobMismatchError(
@@ -195,26 +231,21 @@ def load_optimizer(
         )
     seen: set[int] = set()
     groups = {where: _groups(part, seen) for where, part in by_path.items()}
-    replaced: list[str] = []
+    settings: list[str] = []
     for where, part in by_path.items():
-        saved = documents.get(where, {}).get("groups", [])
-        if adds_groups and isinstance(part, torch.optim.Optimizer):
-            _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
-        remedy = "resume with the job that the run began with"
-        if adds_groups:
-            remedy += "; groups of several optimizers that the loop had added are to be added before session.steps()"
-        replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU), remedy=remedy)
+        saved = documents.get(where, nothing)["groups"]
+        settings += _load_groups(part, groups[where], saved, parameters, on_host, adds_groups=adds_groups)
     aside = containers(optimizer)
     for part in by_path.values():
         part.state.clear()
     for where, part in by_path.items():
-        own = documents.get(where, {})
+        saved_part = documents.get(where, nothing)
         on_device = {
             id(p): bool(group.get("capturable") or group.get("fused"))
             for group in part.param_groups
             for p in group["params"]
         }
-        for name, values in own.get("state", {}).items():
+        for name, values in saved_part["state"].items():
             parameter = parameters[name]
             decoded = decode(values, functools.partial(leaf, parameter.device))
             # torch's own optimizers keep their step counter on the CPU, unless the step is captured or fused.
@@ -225,52 +256,45 @@ def load_optimizer(
                 if isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape:
                     decoded[key] = laid_out(value, parameter)
             part.state[parameter] = decoded
-        for key, values in own.get("others", ()):
-            part.state[decode(key, functools.partial(leaf, _CPU))] = decode(values, functools.partial(leaf, _CPU))
-        restore_attributes(part, own.get("attributes", {}), every, read, aside)
-    return list(dict.fromkeys(replaced))
-
-
-def _add_groups(
-    part: torch.optim.Optimizer,
-    own: list[dict[str, Any]],
-    parameters: Mapping[str, nn.Parameter],
-    saved_groups: list[dict[str, Any]],
-    leaf: Callable[[dict[str, Any]], Tensor],
-) -> None:
-    """Add saved groups of trainable parameters that are in no group yet."""
-    names = {id(p): name for name, p in parameters.items()}
-    known = {names[id(p)] for group in part.param_groups for p in group["params"]}
-    for saved in saved_groups[len(own) :]:
-        new = [name for name in saved["params"] if name in parameters and parameters[name].requires_grad]
-        if new and new == saved["params"] and not known.intersection(new):
-            part.add_param_group({"params": [parameters[name] for name in new]} | decode(saved["values"], leaf))
-            own.append(part.param_groups[-1])
+        for key, values in saved_part.get("others", ()):
+            part.state[decode(key, on_host)] = decode(values, on_host)
+        restore_attributes(part, saved_part.get("attributes", {}), every, read, aside)
+    return list(dict.fromkeys(settings))
 
 
 def _load_groups(
     part: Any,
     own: list[dict[str, Any]],
+    saved_groups: list[GroupDocument],
     parameters: Mapping[str, nn.Parameter],
-    saved_groups: list[dict[str, Any]],
     leaf: Callable[[dict[str, Any]], Tensor],
     *,
-    remedy: str,
+    adds_groups: bool,
 ) -> list[str]:
-    """Set the values of groups and return the replaced settings, as `load_optimizer`."""
+    """Set the values of one optimizer's groups and return the replaced settings, as `load_optimizer`."""
     names = {id(p): name for name, p in parameters.items()}
+    if adds_groups and isinstance(part, torch.optim.Optimizer):  # groups of parameters that are in no group yet
+        known = {names[id(p)] for group in part.param_groups for p in group["params"]}
+        for saved in saved_groups[len(own) :]:
+            new = [name for name in saved["params"] if name in parameters and parameters[name].requires_grad]
+            if new and new == saved["params"] and not known.intersection(new):
+                part.add_param_group({"params": [parameters[name] for name in new]} | decode(saved["values"], leaf))
+                own.append(part.param_groups[-1])
     mine = [[names[id(p)] for p in group["params"]] for group in own]
     homes = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
     sources = [{homes.get(name) for name in group} for group in mine]
     known = {name for group in mine for name in group}
     strangers = homes.keys() - known - {n for n, p in parameters.items() if p.is_meta}
     if strangers or any(len(numbers) > 1 or None in numbers for numbers in sources):
+        remedy = "resume with the job that the run began with"
+        if adds_groups:
+            remedy += "; groups of several optimizers that the loop had added are to be added before session.steps()"
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
             conflict="its parameter groups hold other parameters than the job's",
             remedy=remedy,
         )
-    replaced: list[str] = []
+    settings: list[str] = []
     for group, numbers in zip(own, sources, strict=True):
         for number in numbers:  # one number, or none if the group is empty on this rank
             values = decode(saved_groups[number or 0]["values"], leaf)
@@ -278,17 +302,12 @@ def _load_groups(
             for name, value in group.items() if is_torchs(part) else ():
                 before = values.get(name, value)
                 if name not in left and isinstance(value, bool | int | float | tuple) and before != value:
-                    replaced.append(
-                        f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's "
-                        f"{before}; a new run begins with it"
+                    settings.append(
+                        f"{name} = {value} of the optimizer has no effect on a run that goes on with the "
+                        f"checkpoint's {before}; a new run begins with it"
                     )
             group.update(values)
-    return replaced
-
-
-# The engine sets the learning rates before each step and chooses the implementation of torch's optimizers.
-_NOT_TRAINED_WITH = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-_MOVED_BY_CYCLES = ("momentum", "betas")  # changed by torch's schedulers with a base_momentum
+    return settings
 
 
 def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:

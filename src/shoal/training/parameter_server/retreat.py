@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
+from shoal.checkpoint.state import OptimizerDocument, load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.errors import StorageError
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.parameter_server.served_records import ServedRecords
@@ -28,7 +28,7 @@ class _GoodState:
     state: RunState
     loss: float
     model: dict[str, Tensor]
-    optimizer: tuple[dict[str, Tensor], dict[str, Any]]
+    optimizer: tuple[dict[str, Tensor], OptimizerDocument]
     callbacks: dict[str, Any]
 
 

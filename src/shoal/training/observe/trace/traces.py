@@ -10,13 +10,13 @@ import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.state import load_model, load_optimizer
+from shoal.checkpoint.state import OptimizerDocument, load_model, load_optimizer
 from shoal.data.loader import Microbatch
 from shoal.numerics.flat import raw_bytes, row_runs
 from shoal.numerics.precision import numbers
@@ -61,7 +61,7 @@ class StepTrace:
     norm: float = 0.0
     factor: float = 1.0
     skipped: str | None = None
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerDocument = field(default_factory=lambda: OptimizerDocument(state={}, groups=[]))
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     updates: dict[int, list[str] | None] = field(default_factory=dict)  # names by rank; None: every parameter
     divided: bool = False  # whether ranks have parts of the model
