@@ -389,9 +389,10 @@ class Keeper:
 
     def send(self) -> None:
         """Send the run's own files to the run's address, if it has one. Call on rank 0. Raises: StorageError."""
-        if self._store is not None:
-            with _writing_to(self._store):
-                self._store.send()
+        store = self._store
+        if store is not None and store.remote is not None:
+            with _writing_to(store):
+                store.remote.address.send(store.folder.parent)
 
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
         """Restore model, optimizer and loader from the newest valid checkpoint.

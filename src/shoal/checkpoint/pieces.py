@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 from shoal.checkpoint.state import refuse_differences
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, write_tensors
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
@@ -123,7 +123,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[st
 
     def add() -> dict[str, FileEntry]:
         content = share(own, written, mesh.rank, mesh.world_size)
-        return dict(write_tensors(store.place, place, name, tensors) for name, tensors in content)
+        return dict(store.add(place, name, tensors) for name, tensors in content)
 
     files, failure = _attempt(add)
     rows = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])

@@ -23,19 +23,15 @@ _SHOWN = 8  # maximum number of entries in a message
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """Whole CPU tensors under the keys of a state dict. Each tensor is read on access."""
+    """Whole CPU tensors under the keys of a state dict. Each tensor is read on access.
 
-    origin: str  # description for messages
+    `origin`: description for messages. `names`: tensor name by key; keys of tied tensors have the same name.
+    `all_names`: the names of all tensors, including buffers that are in no state dict.
+    """
 
-    @property
-    @abc.abstractmethod
-    def names(self) -> Mapping[str, str]:
-        """Tensor name by key. Keys of tied tensors have the same name."""
-
-    @property
-    def all_names(self) -> set[str]:
-        """The names of all tensors, including buffers that are in no state dict."""
-        return set(self.names.values())
+    def __init__(self, origin: str, names: Mapping[str, str], all_names: set[str] | None = None) -> None:
+        self.origin, self.names = origin, names
+        self.all_names = set(names.values()) if all_names is None else all_names
 
     def once(self) -> dict[str, str]:
         """Return one key for each tensor name: the key equal to the name if there is one, else the first."""
@@ -76,7 +72,6 @@ class SafetensorsWeights(StoredWeights):
 
     def __init__(self, origin: str, files: list[Path]) -> None:
         """Open the files. Raises: IntegrityError for an invalid file; RunDirectoryError for a key in two files."""
-        self.origin = origin
         self._files: dict[str, Any] = {}
         for path in files:
             try:
@@ -89,13 +84,7 @@ class SafetensorsWeights(StoredWeights):
                         given=origin, conflict=f"{key} is in {path.name} and in another file", remedy="remove one"
                     )
                 self._files[key] = file
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {key: key for key in self._files}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._files
+        super().__init__(origin, {key: key for key in self._files})
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._files[key].get_slice(key).get_shape())
@@ -135,7 +124,7 @@ class TorchWeights(StoredWeights):
                 content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged and foreign files raise any type of error
             raise unreadable(path, error) from error
-        self.origin = str(path)
+        origin = str(path)
         entries = content if isinstance(content, dict) else {}
         inner = {key: value for key, value in entries.items() if _is_state_dict(value)}
         if not _is_state_dict(content):
@@ -148,12 +137,9 @@ class TorchWeights(StoredWeights):
                     remedy="write a file of the model's state_dict() alone",
                 )
             ((key, content),) = inner.items()
-            self.origin = f"{path}, entry {key}"
+            origin = f"{path}, entry {key}"
         self._tensors: dict[str, Tensor] = content
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {key: key for key in self._tensors}
+        super().__init__(origin, {key: key for key in content})
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensors[key].shape)

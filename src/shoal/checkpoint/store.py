@@ -172,7 +172,7 @@ class Store:
         """Write a checkpoint completely or not at all. Raises: OSError."""
         aside = self.begin(snapshot.step)
         try:
-            files = dict(write_tensors(self.place, aside, name, group) for name, group in snapshot.tensors.items())
+            files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
             self.commit(aside, snapshot.step, files, snapshot.document, best=snapshot.best)
         except BaseException:
             self.place.remove(aside)
@@ -187,6 +187,10 @@ class Store:
         aside = f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
         self.place.make(aside)
         return aside
+
+    def add(self, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
+        """Write one file of tensors. Return its name and manifest entry. Raises: OSError."""
+        return f"{name}{_TENSORS}", self.place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
 
     def commit(
         self, aside: str, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
@@ -205,7 +209,8 @@ class Store:
         for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
             place.check(self.fence)
             place.remove(directory_name(other))
-        self.send()
+        if self.remote is not None:  # the run's own files go with its checkpoints
+            self.remote.address.send(self.folder.parent)
 
     def _rename(self, aside: str, target: str) -> None:
         """Rename a folder to its final name. An existing folder of that name, from before a rollback, is replaced."""
@@ -306,11 +311,6 @@ class Store:
         """Return the names of damaged checkpoints' folders."""
         return sorted(name for name in self.place.names() if name.startswith("step-") and ".bad" in name)
 
-    def send(self) -> None:
-        """Upload the run's own files if the run is at an address. Raises: OSError."""
-        if self.remote is not None:
-            self.remote.address.send(self.folder.parent)
-
     def clean(self) -> None:
         """Remove incomplete folders of a killed writer, and restore folders that it had renamed."""
         self.place.check(self.fence)
@@ -329,11 +329,6 @@ def remove_later(store: Store, step: int) -> None:
     for later in [s for s in store.steps() if s > step]:
         store.place.check(store.fence)
         store.place.remove(directory_name(later))
-
-
-def write_tensors(place: Place, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
-    """Write one file of tensors into a folder. Return its name and manifest entry. Raises: OSError."""
-    return f"{name}{_TENSORS}", place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
 
 
 def name_of(store: Store, step: Step, run: str) -> str:

@@ -37,38 +37,21 @@ class CheckpointWeights(StoredWeights):
 
     The tensors are on the CPU in the dtype of the training. Each file is verified when it is first read.
     `ema`: use the averages of the callback EMA, for the tensors that it averages.
+    `step`: number of steps before the checkpoint. `document`: the training state other than tensors, as JSON.
     """
 
     def __init__(self, saved: SavedCheckpoint, *, ema: bool = False) -> None:
         """Open the weights. Raises: RunDirectoryError if `ema` is set and the run has no averages."""
-        self._saved, self.origin = saved, f"a checkpoint of step {saved.step}{', averaged' if ema else ''}"
+        self._saved, self.step = saved, saved.step
+        self.document: Mapping[str, Any] = saved.document
         tensors: dict[str, dict[str, Any]] = saved.document["tensors"]
         self._entries: dict[str, dict[str, Any]] = {**tensors["model"], **tensors.get(EVALUATED, {})}
         if ema:
             self._entries |= averages(saved)
         # Checkpoints of earlier versions have no keys: each tensor has the first of its names.
-        self._names: dict[str, str] = saved.document.get("keys") or {name: name for name in self._entries}
+        names: dict[str, str] = saved.document.get("keys") or {name: name for name in self._entries}
+        super().__init__(f"a checkpoint of step {self.step}{', averaged' if ema else ''}", names, set(self._entries))
         self._files: dict[str, Any] = {}
-
-    @property
-    def step(self) -> int:
-        """Number of steps before the checkpoint."""
-        return self._saved.step
-
-    @property
-    def document(self) -> Mapping[str, Any]:
-        """The training state other than tensors, as JSON."""
-        return self._saved.document
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """Tensor name by key. Keys of tied tensors have the same name."""
-        return self._names
-
-    @property
-    def all_names(self) -> set[str]:
-        """The names of all tensors, including buffers that are in no state dict."""
-        return set(self._entries)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading the tensor."""
@@ -81,7 +64,7 @@ class CheckpointWeights(StoredWeights):
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the whole tensor. Raises: KeyError; IntegrityError if a file with a part of the tensor is damaged."""
-        name, entry = self._names.get(key, key), self._entry(key)
+        name, entry = self.names.get(key, key), self._entry(key)
         shape, missing = entry["shape"], math.prod(entry["shape"])
         whole = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
         target = TensorSlice.whole(shape)
@@ -98,7 +81,7 @@ class CheckpointWeights(StoredWeights):
         return whole
 
     def _entry(self, key: str) -> dict[str, Any]:
-        return self._entries[self._names.get(key, key)]
+        return self._entries[self.names.get(key, key)]
 
 
 @overload

@@ -19,7 +19,6 @@ from shoal.checkpoint.store import (
     directory_name,
     open_in,
     remove_later,
-    write_tensors,
 )
 from shoal.errors import FencedError
 from shoal.runs.directory_lock import Fence
@@ -107,7 +106,7 @@ def test_a_changed_byte_is_found_and_the_one_before_is_taken(tmp_path: Path) -> 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    write_tensors(store.place, store.begin(3), "model", {"weight": torch.ones(2)})
+    store.add(store.begin(3), "model", {"weight": torch.ones(2)})
     store.write(snapshot(5))
     store.place.move(directory_name(5), ".old-step-00000005-abcdef")
     store.clean()
@@ -145,7 +144,7 @@ def test_a_folder_that_lacks_a_file_becomes_no_checkpoint(tmp_path: Path) -> Non
     store = opened(tmp_path)
     store.write(snapshot(6))
     aside = store.begin(6)
-    files = dict([write_tensors(store.place, aside, "model", {"weight": torch.ones(2)})])
+    files = dict([store.add(aside, "model", {"weight": torch.ones(2)})])
     there(tmp_path, aside, "model.safetensors").unlink()
     with pytest.raises(OSError, match=r"is not whole any more: model.safetensors is gone"):
         store.commit(aside, 6, files, {})
