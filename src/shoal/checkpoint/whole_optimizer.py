@@ -237,7 +237,7 @@ def restore_attributes(
 class _Encoder:
     """Conversion of an attribute to JSON: numbers, strings, tensors and generators in containers and objects.
 
-    `has_objects`: whether the value has objects that `restored` cannot create, so that the live attribute must have
+    `has_objects`: True if the value has objects that `restored` cannot create, so that the live attribute must have
         them.
     """
 

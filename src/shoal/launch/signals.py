@@ -50,7 +50,7 @@ class Signals:
 
     @property
     def twice(self) -> bool:
-        """Whether one kind of signal has been requested again."""
+        """True if one kind of signal has been requested again."""
         return len(set(self.received)) < len(self.received)
 
     def takes(self, number: int, *, from_launcher: bool = False) -> bool:

@@ -149,9 +149,10 @@ class StepBuffers:
     ) -> None:
         """Collect the model's buffers. Raises: JobError if a declared pattern matches no buffer.
 
-        `counts`: whether the sum over ranks includes this rank's value of a name; of equal values it includes one.
-        `declared`: a job's rules by patterns of names. `slots`: number of ranks with different grains. `slot`: this
-        rank's number among them. `last_grain`: returns a step's last grain, if that is known before the step is read.
+        `counts`: returns True if the sum over ranks includes this rank's value of a name. Of equal values it includes
+        one. `declared`: a job's rules by patterns of names. `slots`: number of ranks with different grains. `slot`:
+        this rank's number among them. `last_grain`: returns a step's last grain, if that is known before the step is
+        read.
         """
         self.model = now = ModelBuffers(model)
         homes = now.homes

@@ -148,7 +148,7 @@ def environments(
         engine: name of the engine.
         places: node of each rank.
         store: address and port of rank 0's store.
-        own_gpu: whether each rank sees only its own GPU.
+        own_gpu: True if each rank sees only its own GPU.
     """
     nodes = list(dict.fromkeys(places))
     return [

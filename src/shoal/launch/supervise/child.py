@@ -43,7 +43,7 @@ class Child:
         variables: additions to this process's environment.
         folder: the working directory; default: this process's own.
         descriptors: descriptors that the child inherits.
-        listens: whether the child reads the lines of `tell`. Otherwise its input is empty.
+        listens: True if the child reads the lines of `tell`. Otherwise its input is empty.
         output: what gets the child's output; default: this process's own output.
         errors: the same for its error output.
     """

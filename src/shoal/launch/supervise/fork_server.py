@@ -24,12 +24,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
 from shoal.launch.signals import stop_signals
-from shoal.launch.supervise.child import die_with_launcher, name_process
+from shoal.launch.supervise.child import Child, die_with_launcher, name_process
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
@@ -71,7 +71,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+Process: TypeAlias = "subprocess.Popen[Any] | ForkedProcess"
 
 
 class ForkServer:
@@ -166,18 +166,16 @@ class ForkServer:
 
 def fresh_interpreter(
     arguments: Sequence[str], variables: Mapping[str, str], descriptors: Mapping[str, int], output: int | None
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[str]:
     """Start an interpreter with these `shoal` arguments; the other parameters are those of `ForkServer.start`."""
     numbers = {name: str(descriptor) for name, descriptor in descriptors.items()}
-    return subprocess.Popen(
+    return Child(
         [sys.executable, "-m", "shoal", *arguments],
-        env={**os.environ, **variables, **numbers, LAUNCHER_PID: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=list(descriptors.values()),
-        start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which signals each rank once
-    )
+        variables={**variables, **numbers, LAUNCHER_PID: str(os.getpid())},
+        descriptors=list(descriptors.values()),
+        output=output,
+        errors=output,
+    ).process
 
 
 # ---------------------------------------------------------------------------------------------------- in the server

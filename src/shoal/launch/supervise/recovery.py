@@ -37,7 +37,7 @@ class EndedRank(Protocol):
 
     @property
     def given_up(self) -> bool:
-        """Whether the launcher ended it after another rank had failed."""
+        """True if the launcher ended it after another rank had failed."""
 
     def how_it_ended(self) -> dict[str, Any] | None:
         """Return its report, or None if it ended without a report."""
