@@ -167,7 +167,10 @@ class StepRunner:
                 loaded = list(fetched.microbatches(inputs))
                 seen += [one.microbatch.without_batch() for one in loaded]
                 if meets:
-                    most, filler = self._loader.most_microbatches(fetched.step), next(self._loader.fillers(fetched.step))
+                    most, filler = (
+                        self._loader.most_microbatches(fetched.step),
+                        next(self._loader.fillers(fetched.step)),
+                    )
                     fillers = most - len(loaded)
                     loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * fillers
                 if loaded:
