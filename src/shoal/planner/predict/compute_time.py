@@ -111,7 +111,7 @@ def unaligned_rows(operation: Operation, share: Share) -> tuple[MatrixRow, ...]:
 
     A product with a vector has none, since other kernels compute it. A division of the batch (heads of attention)
     leaves rows unchanged. The row stride of a view may be larger than its length. A rank's stride is then unknown and
-    counts as aligned if the whole is (see `operator_costs.py`).
+    counts as aligned if the whole is (see `operators.py`).
     """
     if not operation.rows or min(sizes_on_rank(operation, share)[:3]) <= 1:
         return ()

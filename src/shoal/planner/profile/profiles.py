@@ -23,9 +23,8 @@ from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
 from shoal.parallel.tensor.layers import kind, output_dim, output_dims
 from shoal.parallel.tensor.plan import decide, follow
-from shoal.planner.profile.assemble import assembled
-from shoal.planner.profile.division import CutParameters
-from shoal.planner.profile.optimizers import OptimizerCost, update
+from shoal.planner.profile.assemble import CutParameters, assembled
+from shoal.planner.profile.operators import OptimizerCost, update
 from shoal.planner.profile.trace import Loss, Model, OperatorTrace, OperatorTracer
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan, PrecisionSection

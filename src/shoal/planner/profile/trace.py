@@ -14,7 +14,6 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -49,7 +48,10 @@ _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A tensor described as a view of a storage; `key` identifies the storage during the trace."""
+    """A tensor described as a view of a storage; `key` identifies the storage during the trace.
+
+    `numel`, `num_bytes`: elements in memory and their bytes; an expanded dim counts once.
+    """
 
     key: int
     shape: tuple[int, ...]
@@ -58,29 +60,16 @@ class StorageRef:
     itemsize: int
     dtype: str
     floating: bool
+    numel: int
+    num_bytes: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageRef:
         """Return the description of a strided tensor."""
-        return cls(
-            _key(tensor),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.itemsize,
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.is_floating_point(),
-        )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements in memory; an expanded dim counts once."""
-        return math.prod(n for n, step in zip(self.shape, self.stride, strict=True) if step or n == 0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of these elements in memory."""
-        return self.numel * self.itemsize
+        shape, stride, dtype = tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
+        numel, itemsize = math.prod(n for n, step in zip(shape, stride, strict=True) if step or n == 0), tensor.itemsize
+        offset, floating = int(tensor.storage_offset()), tensor.is_floating_point()
+        return cls(_key(tensor), shape, stride, offset, itemsize, dtype, floating, numel, numel * itemsize)
 
 
 def _key(tensor: Tensor) -> int:
@@ -94,6 +83,7 @@ class OperatorEvent:
     `node`: sequence number of the autograd node that the call made or, in the backward, that it belongs to.
     `arguments`: all arguments by the schema's names, with tensors as `StorageRef`s.
     `written`: indices in `inputs` of the tensors that the call changes in place.
+    `is_view`: True if the call only makes views of its inputs.
     """
 
     name: str  # "aten.mm"
@@ -105,11 +95,10 @@ class OperatorEvent:
     inputs: list[StorageRef]
     outputs: list[StorageRef]
     written: frozenset[int] = frozenset()
+    is_view: bool = field(init=False)
 
-    @property
-    def is_view(self) -> bool:
-        """Whether the call only makes views of its inputs."""
-        return not self.written and {o.key for o in self.outputs} <= {i.key for i in self.inputs}
+    def __post_init__(self) -> None:
+        self.is_view = not self.written and {o.key for o in self.outputs} <= {i.key for i in self.inputs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +129,7 @@ class OperatorTrace:
 
     samples: int
     events: list[OperatorEvent] = field(default_factory=list)
+    forward: list[OperatorEvent] = field(default_factory=list)  # the events before the backward
     saved: list[SavedStorage] = field(default_factory=list)
     regions: list[ForwardRegion] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)  # names by storage key
@@ -148,11 +138,6 @@ class OperatorTrace:
     gradients: dict[str, StorageRef] = field(default_factory=dict)  # gradients by parameter name
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of storages that operators made
     used: dict[str, int] = field(default_factory=dict)  # the first region that uses each parameter
-
-    @property
-    def forward(self) -> Iterator[OperatorEvent]:
-        """The events before the backward, in order; their indices equal those in `events`."""
-        return takewhile(lambda event: not event.is_backward, self.events)
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -237,6 +222,13 @@ class OperatorRecorder(TorchDispatchMode):
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         mutable = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         writing = {id(t) for name in mutable for t in tensors_in(named.get(name))}
+        arguments: dict[str, Any] = {}  # with a `StorageRef` in place of each tensor
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                value = refs[id(value)]
+            elif isinstance(value, list | tuple):
+                value = tree_map(lambda leaf: refs[id(leaf)] if isinstance(leaf, Tensor) else leaf, list(value))
+            arguments[name] = value
         self.trace.events.append(
             OperatorEvent(
                 schema.name.replace("::", "."),
@@ -244,7 +236,7 @@ class OperatorRecorder(TorchDispatchMode):
                 region,
                 self.in_backward,
                 node,
-                {name: _with_refs(value, refs) for name, value in named.items()},
+                arguments,
                 [refs[id(t)] for t in inputs],
                 [refs[id(t)] for t in outputs],
                 frozenset(i for i, t in enumerate(inputs) if id(t) in writing),
@@ -277,15 +269,6 @@ class OperatorRecorder(TorchDispatchMode):
 def _newest_node() -> int:
     """Return the sequence number of the newest autograd node."""
     return int(torch._C._autograd._get_sequence_nr()) - 1
-
-
-def _with_refs(value: Any, refs: dict[int, StorageRef]) -> Any:
-    """Return an argument with a `StorageRef` in place of each tensor."""
-    if isinstance(value, Tensor):
-        return refs[id(value)]
-    if isinstance(value, list | tuple):
-        return tree_map(lambda leaf: refs[id(leaf)] if isinstance(leaf, Tensor) else leaf, list(value))
-    return value
 
 
 # --------------------------------------------------------------------------------------------------- memoized blocks
@@ -511,12 +494,16 @@ class OperatorTracer:
                 constants = *self.model.buffers(), *tensors_in(inputs)
                 trace.constants = frozenset((*map(_key, constants), *trace.parameters))
                 hooks = YieldingHooks(recorder.pack, lambda saved: saved)
+                autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+                if self._precision.compute != self._precision.parameters:
+                    cast_grouped_products()
+                    autocast = torch.autocast("cpu", dtype=_DTYPES[self._precision.compute])
                 with torch.enable_grad(), hooks, recorder:
-                    with self._autocast():
+                    with autocast:
                         result = self._loss(self.model, inputs)
                         total: Tensor = result[0] if isinstance(result, tuple | list) else result
                         total = total if total.ndim == 0 else total.sum()
-                    recorder.in_backward = True
+                    trace.forward, recorder.in_backward = list(trace.events), True
                     total.backward()
             trace.weights = {name: StorageRef.of(p) for name, p in self._named.items()}
             trace.gradients = {name: StorageRef.of(p.grad) for name, p in self._named.items() if p.grad is not None}
@@ -527,12 +514,6 @@ class OperatorTracer:
             for parameter in self._named.values():
                 parameter.grad = None
         return trace
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._precision.compute == self._precision.parameters:
-            return contextlib.nullcontext()
-        cast_grouped_products()
-        return torch.autocast("cpu", dtype=_DTYPES[self._precision.compute])
 
     def _input(self, leaf: Any) -> Any:
         """Return a leaf of the batch for the traced loss, in the parameters' dtype."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.unit.planner.profile.models import HEADS, WIDTH, T, Written, gpt, next_token, tokens
 from torch import Tensor, nn
 
-from shoal.planner.profile.division import CutParameters
+from shoal.planner.profile.assemble import CutParameters
 from shoal.planner.profile.profiles import Tensors, profile
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Profile, TensorCut
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.planner.profile.optimizers import update
+from shoal.planner.profile.operators import update
 
 
 def made(make: Callable[[Any], Any], device: str = "cpu", layers: int = 2) -> Any:
