@@ -67,7 +67,7 @@ def summing(collective: Collective, scheme: str, tensor: torch.Tensor) -> Callab
 
     def call() -> None:
         compression.begin(1)
-        compression.arm(1.0)
+        compression.step_unit = 1.0
         compression.start(0, tensor)
         compression.drain()
 

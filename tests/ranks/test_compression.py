@@ -104,7 +104,7 @@ def trained(
                     [r.compression for r in records],
                     [r.skipped for r in records],
                     [r.loss_scale for r in records],
-                    compression.to_json() if compression is not None else None,
+                    {"scheme": compression.scheme, "fell_back": compression.fell_back} if compression else None,
                     held,
                     compression.unit if compression is not None else 0.0,
                     [*complaints, *notes],

@@ -121,11 +121,7 @@ PICKLES_FOR_ITS_OWN_PROCESSES = {
 # Classes with more than twelve methods, special ones not counted, and why each stays whole.
 MAX_METHODS = 12
 LARGE_CLASSES = {
-    "src/shoal/distributed/collectives/compression/compressed_sum.py: class Compression": "",
-    "src/shoal/distributed/collectives/shared_memory/all_reduce.py: class SharedMemory": "",
-    "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "",
-    "src/shoal/parallel/pipeline/stages.py: class Stages": "",
-    "src/shoal/parallel/shard/zero23.py: class FullySharded": "",
+    "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "torch's names",
     "src/shoal/plans/plan.py: class Plan": "",
     "src/shoal/training/observer.py: class Observer": "an interface: one hook for each event of a step",
     "src/shoal/training/session/loop.py: class Loop": "",

@@ -99,7 +99,7 @@ class Result:
             restarts=self.restarts,
             ettr=self.ettr(),
             skipped_steps=state.skipped_steps,
-            compression=compression.to_json() if compression is not None else None,
+            compression={"scheme": compression.scheme, "fell_back": compression.fell_back} if compression else None,
             certificate=self.certificate,
             computation=state.computation,
             versions=versions(),

@@ -352,7 +352,7 @@ class DataParallel(AccumulatingStrategy):
 
     def arm(self) -> None:
         if self.compression is not None and self._sums is not None:
-            self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
+            self.compression.step_unit = float(self._sums[WEIGHT]) * self._factor
         self._buckets.arm()
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:

@@ -170,8 +170,9 @@ class StageShapes:
         self._known: dict[Any, tuple[Outline, int]] = {}
         self.is_running = False
 
-    def output(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> tuple[Any, int]:
-        """Return (a stub for the output, number of random draws of a GrainScope that the call would have made)."""
+    def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Return a substitute for a module's output, and skip the random draws that the call would have made."""
+        name = step.name
         leaves, spec = tree_flatten((args, kwargs))
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -205,7 +206,11 @@ class StageShapes:
             finally:
                 self.is_running = False
             known = self._known[key] = Outline.of(output, given), counter.count
-        return known[0].filled(leaves, dense), known[1]
+        outline, num_draws = known
+        output, scope = outline.filled(leaves, step.do is Do.DENSE), active_scope()
+        if num_draws and scope is not None:
+            scope.skip(num_draws)
+        return output
 
 
 class Stages:
@@ -300,13 +305,6 @@ class Stages:
         self._compiled = {name: functools.partial(unwatched, compiled(name, self.forwards[name])) for name in names}
         return names
 
-    def _stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
-        scope = active_scope()
-        if num_draws and scope is not None:
-            scope.skip(num_draws)
-        return output
-
     @contextlib.contextmanager
     def _handling(self, handler: Callable[..., Any] | None) -> Iterator[None]:
         before, self._handler = self._handler, handler
@@ -323,7 +321,9 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """Run one stage's part of `function(model, batch)`; a stage after the first begins with a call of `receive`."""
         program = self._program(function, batch)[stage]
-        run = _StageRun(program, self._stub, receive, self._followers, around=self.around, compiled=self._compiled)
+        run = _StageRun(
+            program, self._shapes.stub, receive, self._followers, around=self.around, compiled=self._compiled
+        )
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)

@@ -114,9 +114,13 @@ class _CompressedBucket:
     attempt: Tensor | None = None  # the values to send in this step, then their unsent part
     compared: list[Tensor] = field(default_factory=list)  # exact, wanted
 
-    @property
-    def numel(self) -> int:
-        return sum(self.sizes)
+    def __post_init__(self) -> None:
+        self.numel = sum(self.sizes)
+
+    def clear(self, device: torch.device, *, withholds: bool, sends: bool) -> None:
+        """Set the residual to zeros, if the bucket `withholds` values and `sends` them compressed."""
+        self.withheld = torch.zeros(self.numel, device=device) if withholds else None
+        self.attempt = torch.zeros(self.numel, device=device) if withholds and sends else None
 
 
 def make_codec(
@@ -147,14 +151,16 @@ class Compression:
 
     def __init__(self, collective: Collective, scheme: str, options: CompressionSection) -> None:
         self.scheme, self.options = scheme, options
-        self.feedback = options.feedback and scheme in FED_BACK
+        self.carries = scheme in FED_BACK  # whether ranks have tensors that belong to a checkpoint
+        self.feedback = options.feedback and self.carries
         self.fell_back: dict[str, Any] | None = None
         self.unit = 0.0
         self._collective = collective
         self._wire: CodecTransport | None = None
         self._buckets: list[_CompressedBucket] = []
         self._going: list[_Going] = []
-        self._step, self._now = 0, 0.0
+        self._step = 0
+        self.step_unit = 0.0  # the weight of this rank's gradients in this step: the loss's weight times its factor
         self._tally: ErrorSums | None = None
         self._verdict: Comparison | None = None
         self._unused: Sequence[tuple[int, int, int]] = ()
@@ -163,29 +169,19 @@ class Compression:
         """Define the next bucket: consecutive gradients of these parameters and shapes."""
         self._wire = self._wire or CodecTransport(self._collective, device)
         codec = make_codec(self.scheme, self.options, self._wire, shapes)
-        bucket = _CompressedBucket(codec, list(members), [torch.Size(shape).numel() for shape in shapes])
-        if self.feedback:
-            bucket.withheld, bucket.attempt = self._nothing(bucket), self._nothing(bucket)
-        self._buckets.append(bucket)
-
-    def _nothing(self, bucket: _CompressedBucket) -> Tensor:
-        assert self._wire is not None, "buckets have a device"
-        return torch.zeros(bucket.numel, device=self._wire.device)
+        self._buckets.append(_CompressedBucket(codec, list(members), [torch.Size(shape).numel() for shape in shapes]))
+        self._buckets[-1].clear(device, withholds=self.feedback, sends=True)
 
     # --------------------------------------------------------------------------------------------------- a step
 
     def begin(self, step: int) -> None:
         """Prepare for a step's gradients, which may be computed more than once."""
-        self._step, self._now = step, 0.0
+        self._step, self.step_unit = step, 0.0
         self._going = []
         self._verdict = None
         every = self.options.guard_every
         sampled = self.fell_back is None and every > 0 and step % every == 0
         self._tally = ErrorSums(self.scheme in _OF_EVERY_VALUE, self.feedback) if sampled else None
-
-    def arm(self, unit: float) -> None:
-        """Set the weight of this rank's gradients: the loss's weight times its scale factor."""
-        self._now = unit
 
     def start(self, number: int, flat: Tensor) -> Handle:
         """Start to sum a bucket in place; elements after the gradients are summed uncompressed.
@@ -204,14 +200,14 @@ class Compression:
         body, rest = flat[: bucket.numel], flat[bucket.numel :]
         if self.fell_back is not None:
             if bucket.withheld is not None and self.unit:
-                body.add_(bucket.withheld, alpha=self._now / self.unit)
+                body.add_(bucket.withheld, alpha=self.step_unit / self.unit)
             yield self._collective.all_reduce(flat, asynchronous=True)
             return
         beside = [self._collective.all_reduce(rest, asynchronous=True)] if rest.numel() else []
         exact = body.clone() if self._tally is not None else None
         values = body  # to send: the gradient plus the withheld values, scaled to this rank's current weight
-        if bucket.withheld is not None and bucket.attempt is not None and self.unit and self._now:
-            values = torch.add(body, bucket.withheld, alpha=self._now / self.unit, out=bucket.attempt)
+        if bucket.withheld is not None and bucket.attempt is not None and self.unit and self.step_unit:
+            values = torch.add(body, bucket.withheld, alpha=self.step_unit / self.unit, out=bucket.attempt)
         elif bucket.withheld is not None and bucket.attempt is not None:
             values = bucket.attempt.copy_(body)
         if exact is not None:
@@ -255,35 +251,31 @@ class Compression:
         for number, start, stop in unused:
             bucket = self._buckets[number]
             if bucket.withheld is not None and bucket.attempt is not None and self.unit:
-                torch.mul(bucket.withheld[start:stop], self._now / self.unit, out=bucket.attempt[start:stop])
+                torch.mul(bucket.withheld[start:stop], self.step_unit / self.unit, out=bucket.attempt[start:stop])
         return comparison
 
     def commit(self) -> None:
         """Commit the residuals of a step that updates."""
         if self.fell_back is not None:  # uncompressed sums included all withheld values but those that `unused` names
-            for number, bucket in enumerate(self._buckets if self._now else ()):
+            for number, bucket in enumerate(self._buckets if self.step_unit else ()):
                 if bucket.withheld is None:
                     continue
                 left = torch.zeros_like(bucket.withheld)
                 for _, start, stop in (place for place in self._unused if place[0] == number):
                     left[start:stop] = bucket.withheld[start:stop]
                 bucket.withheld = left if self._unused else None
-            self.unit = 0.0 if self._now and not self._unused else self.unit
+            self.unit = 0.0 if self.step_unit and not self._unused else self.unit
             return
         for bucket in self._buckets:
             bucket.codec.commit()
-            if bucket.attempt is not None and self._now:
+            if bucket.attempt is not None and self.step_unit:
                 bucket.withheld, bucket.attempt = bucket.attempt, bucket.withheld
-        if self.feedback and self._now:
-            self.unit = self._now
+        if self.feedback and self.step_unit:
+            self.unit = self.step_unit
         if self._verdict is not None:
-            self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
-
-    def fall_back(self, why: dict[str, Any]) -> None:
-        """End compression; the next sums include the residuals. Not collective."""
-        self.fell_back = why
-        for bucket in self._buckets:
-            bucket.attempt = None
+            self.fell_back = {"step": self._step + 1, **self._verdict.to_json()}
+            for bucket in self._buckets:  # from now on, sums include the residuals
+                bucket.attempt = None
 
     def said(self, comparison: Comparison) -> str | None:
         """Return a message if the updating step of this comparison was the last compressed step, else None."""
@@ -296,11 +288,6 @@ class Compression:
         )
 
     # --------------------------------------------------------------------------------------------------- its state
-
-    @property
-    def carries(self) -> bool:
-        """True if ranks have tensors that belong to a checkpoint; the same on all ranks."""
-        return self.scheme in FED_BACK
 
     def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's residual of each parameter, flat; nothing without feedback."""
@@ -319,12 +306,8 @@ class Compression:
         """Clear the residuals, and set whether the guard has fallen back."""
         self.fell_back, self.unit = fell_back, 0.0
         for bucket in self._buckets:
-            bucket.withheld = self._nothing(bucket) if self.feedback else None
-            bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the scheme and the fallback for a run's result."""
-        return {"scheme": self.scheme, "fell_back": self.fell_back}
+            assert self._wire is not None, "buckets have a device"
+            bucket.clear(self._wire.device, withholds=self.feedback, sends=fell_back is None)
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the transport, the codecs and the residuals."""

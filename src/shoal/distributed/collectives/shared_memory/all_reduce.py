@@ -55,7 +55,7 @@ class _SharedCall:
     work: _Work
     settles: bool  # whether it ends only when all ranks have done their parts
     number: int = 0
-    queue: _CallQueue | None = None
+    queue: CallQueue | None = None
 
     @property
     def staged(self) -> bool:
@@ -68,7 +68,7 @@ class _SharedCall:
         self.queue.complete(self)
 
 
-class _CallQueue:
+class CallQueue:
     """Calls of this rank in their order: each is posted, then worked on once the other ranks have posted it too."""
 
     def __init__(self, peers: Peers) -> None:
@@ -140,7 +140,7 @@ class _CallQueue:
         peers.publish(FINISHED, number)
 
     def settle(self) -> None:
-        """Finish all calls."""
+        """Finish all calls, before the ranks communicate in another way. Collective: as the calls."""
         while self._queue or self._backlog:
             self.complete((self._backlog or self._queue)[-1])
 
@@ -180,10 +180,8 @@ class SharedMemory(Collective):
         self._regions: dict[int, tuple[int, SharedRegion]] = {}
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
-        self._calls = _CallQueue(self._peers)
+        self.calls = CallQueue(self._peers)
         self._work = Workplace(self._control, self._peers, self.rank, self.world_size)
-
-    # ------------------------------------------------------------------------------------------------- interface
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros in this rank's slot of new memory. `all_reduce` of the tensor, or of a part, copies nothing.
@@ -219,11 +217,11 @@ class SharedMemory(Collective):
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
         known = self._known.get(key)
         if known is not None and tensor.is_contiguous():
-            return self._calls.call(_SharedCall(*known, True), asynchronous)
+            return self.calls.call(_SharedCall(*known, True), asynchronous)
         check("all_reduce", [tensor], op)
         place = self._place(tensor)
         if place is None and _is_small(tensor):
-            call = self._mailed("all_reduce", tensor, [tensor], op)
+            call = _mailed(self._work, "all_reduce", tensor, [tensor], op=op)
         elif place is not None:
             where, region, offset = place
             header, like = _header("all_reduce", tensor, op, where, offset), tensor.detach()
@@ -239,27 +237,19 @@ class SharedMemory(Collective):
         else:
             header = _header("all_reduce", tensor, op, _STAGED, 0)
             call = _SharedCall(header, _nothing, lambda _: self._work.reduce_staged(tensor, op), False)
-        return self._calls.call(call, asynchronous)
+        return self.calls.call(call, asynchronous)
 
     def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """Set `output` to part `rank` of the sum of all `tensor`s, which have `world_size` parts of its length."""
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-        parts = tensor.view(self.world_size, output.numel()).unbind()
-        return self.scatter_parts(output, parts, op, asynchronous=asynchronous)
-
-    def scatter_parts(
         self, output: Tensor, parts: Sequence[Tensor], op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """Reduce-scatter parts that need not be adjacent in memory."""
+        """Set `output` to the sum of all ranks' `parts[rank]`; the parts, one for each rank, have its length."""
+        check("reduce_scatter", [output, *parts], op)
         out, own, numel = output.view(-1), [part.view(-1) for part in parts], output.numel()
         small = numel * self.world_size * output.itemsize <= ONE_SHOT_BYTES
         header = _header("reduce_scatter", output, op, _MAILBOX if small else _STAGED, 0, times=len(own))
         if not small:
             call = _SharedCall(header, _nothing, lambda _: self._work.scatter_staged(out, own, op), False)
-            return self._calls.call(call, asynchronous)
+            return self.calls.call(call, asynchronous)
 
         def boxes(number: int) -> list[list[Tensor]]:
             mailboxes = self._work.mailboxes(number, numel * len(own), output.dtype)
@@ -272,7 +262,7 @@ class SharedMemory(Collective):
         def work(number: int) -> None:
             self._work.reduce([box[self.rank] for box in boxes(number)], out, op)
 
-        return self._calls.call(_SharedCall(header, deliver, work, False), asynchronous)
+        return self.calls.call(_SharedCall(header, deliver, work, False), asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """Gather: ranks read each other's allocated memory directly, and use staging areas for other tensors."""
@@ -285,15 +275,15 @@ class SharedMemory(Collective):
         where, region, offset = place
         header = _header("all_gather", tensor, "sum", where, offset)
         slots = [region.tensor(r, offset, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
-        return self._calls.call(_SharedCall(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
+        return self.calls.call(_SharedCall(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
 
     def gather_parts(self, parts: Sequence[Tensor], tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """Gather into tensors that need not be adjacent; this rank's part may be its own input."""
         if _is_small(tensor):
-            return self._calls.call(self._mailed("all_gather", tensor, parts), asynchronous)
+            return self.calls.call(_mailed(self._work, "all_gather", tensor, parts), asynchronous)
         header = _header("all_gather", tensor, "sum", _STAGED, 0)
         flat = [part.view(-1) for part in parts]
-        return self._calls.call(
+        return self.calls.call(
             _SharedCall(header, _nothing, lambda _: self._work.gather_staged(flat, tensor), False), asynchronous
         )
 
@@ -302,7 +292,7 @@ class SharedMemory(Collective):
         check("broadcast", [tensor])
         place = self._place(tensor)
         if place is None and _is_small(tensor):
-            call = self._mailed("broadcast", tensor, [tensor], root=root)
+            call = _mailed(self._work, "broadcast", tensor, [tensor], root=root)
         elif place is not None:
             where, region, offset = place
             header = _header("broadcast", tensor, "sum", where, offset, root)
@@ -312,15 +302,11 @@ class SharedMemory(Collective):
         else:
             header = _header("broadcast", tensor, "sum", _STAGED, 0, root)
             call = _SharedCall(header, _nothing, lambda _: self._work.broadcast_staged(tensor, root), False)
-        return self._calls.call(call, asynchronous)
+        return self.calls.call(call, asynchronous)
 
     def barrier(self) -> None:
         """Wait until every rank has called this, with one exchange of words."""
-        self._calls.call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
-
-    def settle(self) -> None:
-        """Wait for all calls, before the ranks communicate in another way. Collective: as the calls."""
-        self._calls.settle()
+        self.calls.call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def close(self) -> None:
         self._peers.close()
@@ -328,34 +314,33 @@ class SharedMemory(Collective):
         self._known.clear()
         self._work.forget()
 
-    # ---------------------------------------------------------------------------------------------- what is called
-
-    def _mailed(
-        self, kind: str, tensor: Tensor, outputs: Sequence[Tensor], op: Operation = "sum", root: int = 0
-    ) -> _SharedCall:
-        """Return a call whose data fit in mailboxes; `outputs`: one for each rank in an all-gather, else one."""
-        numel, dtype = tensor.numel(), tensor.dtype
-
-        def deliver(number: int) -> None:
-            if kind != "broadcast" or root == self.rank:
-                self._work.mailboxes(number, numel, dtype)[self.rank].copy_(tensor.view(-1))
-
-        def work(number: int) -> None:
-            boxes = self._work.mailboxes(number, numel, dtype)
-            if kind == "all_gather":
-                _gather(boxes, outputs)
-            elif kind == "broadcast":
-                outputs[0].view(-1).copy_(boxes[root])
-            else:
-                self._work.reduce(boxes, outputs[0].view(-1), op)
-
-        return _SharedCall(_header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
-
     def _place(self, tensor: Tensor) -> tuple[int, SharedRegion, int] | None:
         """Return the number, region and byte offset of an allocated tensor; None for other tensors."""
         allocation = self._regions.get(tensor.untyped_storage().data_ptr())
         offset = allocation[1].offset_in(self.rank, tensor) if allocation else None
         return (*allocation, offset) if allocation is not None and offset is not None else None
+
+
+def _mailed(
+    space: Workplace, kind: str, tensor: Tensor, outputs: Sequence[Tensor], *, op: Operation = "sum", root: int = 0
+) -> _SharedCall:
+    """Return a call whose data fit in mailboxes; `outputs`: one for each rank in an all-gather, else one."""
+    numel, dtype = tensor.numel(), tensor.dtype
+
+    def deliver(number: int) -> None:
+        if kind != "broadcast" or root == space.rank:
+            space.mailboxes(number, numel, dtype)[space.rank].copy_(tensor.view(-1))
+
+    def work(number: int) -> None:
+        boxes = space.mailboxes(number, numel, dtype)
+        if kind == "all_gather":
+            _gather(boxes, outputs)
+        elif kind == "broadcast":
+            outputs[0].view(-1).copy_(boxes[root])
+        else:
+            space.reduce(boxes, outputs[0].view(-1), op)
+
+    return _SharedCall(_header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
 
 
 def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team
+from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team, check_parts
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory, apart
 from shoal.distributed.collectives.shared_memory.region import places
 from shoal.distributed.mesh import new_group
@@ -67,7 +67,7 @@ class SharedGroup(dist.ProcessGroup):
     def _gloo(self) -> dist.ProcessGroup:
         """Return the Gloo group, after all calls in shared memory for which other ranks may wait."""
         if self._shared is not None:
-            self._shared.settle()
+            self._shared.calls.settle()
         return self._behind
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
@@ -128,7 +128,7 @@ class SharedGroup(dist.ProcessGroup):
             return self._gloo().reduce_scatter(output_tensors, input_tensors, opts)
         self._tell("reduce_scatter", output_tensors, parts)
         (own,) = _bare(output_tensors)
-        return _GroupWork([self._shared.scatter_parts(own, _bare(parts), op, asynchronous=opts.asyncOp)])
+        return _GroupWork([self._shared.reduce_scatter(own, _bare(parts), op, asynchronous=opts.asyncOp)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """Reduce-scatter from one tensor."""
@@ -147,9 +147,12 @@ class SharedGroup(dist.ProcessGroup):
             return None
         self._tell("reduce_scatter", outputs, inputs)
         pairs = zip(_bare(outputs), _bare(inputs), strict=True)
-        return _GroupWork(
-            [self._shared.reduce_scatter(part, all_, op, asynchronous=opts.asyncOp) for part, all_ in pairs]
-        )
+        handles = []
+        for part, whole in pairs:
+            check_parts("reduce_scatter", whole, part, self._shared.world_size)
+            parts = whole.view(self._shared.world_size, -1).unbind()
+            handles.append(self._shared.reduce_scatter(part, parts, op, asynchronous=opts.asyncOp))
+        return _GroupWork(handles)
 
     def barrier(self, opts: Any) -> Any:  # type: ignore[override]
         """Wait for all ranks, with one exchange of words."""

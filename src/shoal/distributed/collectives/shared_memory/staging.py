@@ -42,7 +42,7 @@ class Workplace:
     """Memory and counters of a rank: the control region, the others' counters, and cached views."""
 
     def __init__(self, control: SharedRegion, peers: Peers, rank: int, world_size: int) -> None:
-        self._control, self._peers, self._rank, self._world_size = control, peers, rank, world_size
+        self._control, self._peers, self.rank, self._world_size = control, peers, rank, world_size
         self._phase, self._turn = 0, 0
         self._wide = torch.empty(CHUNK_BYTES // 2, dtype=torch.float32) if world_size > 2 else None
         self._views: dict[tuple[object, ...], list[Tensor]] = {}
@@ -82,7 +82,7 @@ class Workplace:
             if len(self._chunks) >= MAX_CACHED:
                 self._chunks.clear()
             cuts = cut(like.numel(), like.itemsize, self._world_size)
-            begin, end = cuts[self._rank], cuts[self._rank + 1]
+            begin, end = cuts[self.rank], cuts[self.rank + 1]
             whole = [region.tensor(r, offset, like.numel(), like.dtype)[begin:end] for r in range(self._world_size)]
             parts = [w.split(CHUNK_BYTES // like.itemsize) for w in whole] if end > begin else []
             chunks = self._chunks[key] = [list(chunk) for chunk in zip(*parts, strict=True)]
@@ -128,9 +128,9 @@ class Workplace:
             arrived()
             areas, results = following
             cuts = cut(piece.numel(), piece.itemsize, self._world_size)
-            begin, end = cuts[self._rank], cuts[self._rank + 1]
+            begin, end = cuts[self.rank], cuts[self.rank + 1]
             values = [area[begin:end] for area in areas]
-            values[self._rank], out = piece[begin:end], results[self._rank][begin:end]
+            values[self.rank], out = piece[begin:end], results[self.rank][begin:end]
             self.reduce(values, out, op)
             reduced = self._through("all_reduce")
             if number + 1 < len(pieces):
@@ -139,15 +139,15 @@ class Workplace:
             piece[begin:end].copy_(out)
             reduced()
             for r, (a, b) in enumerate(pairwise(cuts)):
-                if r != self._rank and b > a:
+                if r != self.rank and b > a:
                     piece[a:b].copy_(results[r][a:b])
 
     def _put_parts(self, piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Write the other ranks' parts of a piece; return every rank's area for it, and for its result."""
         areas = self._areas(piece.numel(), piece.dtype)
-        area = areas[self._rank]
+        area = areas[self.rank]
         cuts = cut(piece.numel(), piece.itemsize, self._world_size)
-        begin, end = cuts[self._rank], cuts[self._rank + 1]
+        begin, end = cuts[self.rank], cuts[self.rank + 1]
         if begin:
             area[:begin].copy_(piece[:begin])
         if end < piece.numel():
@@ -161,24 +161,24 @@ class Workplace:
             out = output[start : start + step]
             areas = self._areas(out.numel() * self._world_size, out.dtype)
             pieces = [part[start : start + step] for part in parts]
-            for r, place in enumerate(areas[self._rank].split(out.numel())):
-                if r != self._rank:
+            for r, place in enumerate(areas[self.rank].split(out.numel())):
+                if r != self.rank:
                     place.copy_(pieces[r])
             self._through("reduce_scatter")()
-            values = [area.split(out.numel())[self._rank] for area in areas]
-            values[self._rank] = pieces[self._rank]
+            values = [area.split(out.numel())[self.rank] for area in areas]
+            values[self.rank] = pieces[self.rank]
             self.reduce(values, out, op)
 
     def gather_staged(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Gather: this rank's output is not copied if it is the input itself."""
-        own = outputs[self._rank]
+        own = outputs[self.rank]
         is_there = own.data_ptr() == tensor.data_ptr()
         for start, piece in _pieces(tensor):
             areas = self._areas(piece.numel(), piece.dtype)
-            areas[self._rank].copy_(piece)
+            areas[self.rank].copy_(piece)
             self._through("all_gather")()
             for r, area in enumerate(areas):
-                if r != self._rank:
+                if r != self.rank:
                     outputs[r][start : start + piece.numel()].copy_(area)
             if not is_there:
                 own[start : start + piece.numel()].copy_(piece)
@@ -187,10 +187,10 @@ class Workplace:
         """Broadcast from rank `root`."""
         for _, piece in _pieces(tensor):
             area = self._areas(piece.numel(), piece.dtype)[root]
-            if self._rank == root:
+            if self.rank == root:
                 area.copy_(piece)
             self._through("broadcast")()
-            if self._rank != root:
+            if self.rank != root:
                 piece.copy_(area)
 
 

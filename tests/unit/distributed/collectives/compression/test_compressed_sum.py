@@ -41,7 +41,7 @@ def gradients(rank: int, step: int) -> list[Tensor]:
 def one_step(made: Compression, flats: list[Tensor], step: int, unit: float = 1.0) -> Comparison | None:
     """A step up to its update; the sums are in `flats`."""
     made.begin(step)
-    made.arm(unit)
+    made.step_unit = unit
     handles = [made.start(number, flat) for number, flat in enumerate(flats)]
     for handle in handles:
         handle.wait()
@@ -123,7 +123,7 @@ def test_what_nobody_used_is_still_held_back() -> None:
         made.commit()
         before = held(made)[108:115] / made.unit
         made.begin(1)
-        made.arm(4.0)
+        made.step_unit = 4.0
         flats = gradients(collective.rank, 1)
         flats[0][108:115] = 0.0
         for handle in [made.start(number, flat) for number, flat in enumerate(flats)]:
@@ -270,7 +270,9 @@ def fallen_back(collective: Collective, guard_every: int) -> tuple[Compression, 
     one_step(made, gradients(collective.rank, 1), 1, 2.0)
     made.commit()
     kept = held(made).clone()
-    made.fall_back({"step": 2})
+    made.fell_back = {"step": 2}
+    for bucket in made._buckets:
+        bucket.attempt = None
     return made, kept
 
 
@@ -293,7 +295,7 @@ def test_after_a_fall_back_what_is_held_of_an_unused_parameter_stays() -> None:
         made, kept = fallen_back(collective, guard_every=0)
         flats = [torch.ones(size) for size in SIZES]
         made.begin(2)
-        made.arm(4.0)
+        made.step_unit = 4.0
         for number, flat in enumerate(flats):
             made.start(number, flat)
         made.drain()
@@ -339,7 +341,7 @@ def test_buckets_are_started_in_order_and_go_on_together() -> None:
     def work(collective: Collective) -> list[Tensor]:
         made = opened(collective, "int8")
         made.begin(0)
-        made.arm(1.0)
+        made.step_unit = 1.0
         flats = gradients(collective.rank, 0)
         handles = [made.start(number, flat) for number, flat in enumerate(flats)]
         for handle in reversed(handles):
