@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.planner.profile.trace import OperatorTracer
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
-from shoal.training.microbatch.nonfinite import NonFiniteSearch
+from shoal.training.microbatch.nonfinite import find_nonfinite
 from shoal.training.setup.memory_format_choice import choose_format
 
 PROGRAMS = programs()
@@ -40,7 +40,7 @@ def test_a_look_leaves_no_trace(name: str) -> None:
         "state": lambda: Look(made.computer).state(grains),
         "rehearsal": lambda: made.evaluator.rehearse(made.model),
         "format": lambda: choose_format(made.job, made.model, made.precision, made.job.train_data),
-        "nonfinite": lambda: NonFiniteSearch(made.computer, made.precision, made.parameters).find(made.mesh, [first]),
+        "nonfinite": lambda: find_nonfinite(made.computer, made.precision, made.parameters, made.mesh, [first]),
         "trace": lambda: OperatorTracer(made.model, made.job.loss, PrecisionSection(), device="cpu").trace(
             lambda _: first.batch, first.num_samples
         ),

@@ -17,7 +17,7 @@ from shoal.training.loop.between_steps import NOTICED, BetweenSteps, Outcome, sh
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep
-from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
+from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, StepRunner
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
@@ -262,9 +262,7 @@ class Trainer:
         parts, state = self._parts, self.state
         culprits = None
         if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
-            culprits = NonFiniteSearch(parts.computer, parts.precision, parts.parameters).find(
-                self._mesh, computed.seen
-            )
+            culprits = find_nonfinite(parts.computer, parts.precision, parts.parameters, self._mesh, computed.seen)
         self._buffers.restore()
         state.bad_streak += 1
         bad = NonFiniteStep(state.step, computed.sums.loss, culprits, state.bad_streak, parts.job.on_nonfinite)

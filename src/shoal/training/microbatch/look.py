@@ -521,7 +521,7 @@ def find_state(
     """Search for state that a forward leaves and that changes a result. Return the names of the allowed state.
 
     Args:
-        kept: The context of the look, after a call of `one` from the initial state.
+        no_trace: The context of the look, after a call of `one` from the initial state.
         other: Computes other samples. The next call of `one` starts from the state that this leaves.
         one: Computes some samples. Its result shows whether the state matters.
         first: The result of `one` from the initial state.

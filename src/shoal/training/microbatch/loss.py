@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,6 +142,7 @@ class LossComputer:
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
+        self._computes_plainly = isinstance(precision.products(), contextlib.nullcontext)
 
     def no_trace(self) -> NoTrace:
         """Return a context that restores the model, the loss and the samples after a look."""
@@ -176,14 +176,25 @@ class LossComputer:
             return known
         return self._scope(microbatch, grains)
 
-    @functools.cached_property
-    def _computes_plainly(self) -> bool:
-        return isinstance(self.precision.products(), contextlib.nullcontext)
-
     @contextlib.contextmanager
     def _scope(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
-        with self.precision.products(), self._randomness(microbatch, grains):
-            yield
+        kind = self.computation.randomness
+        with self.precision.products():
+            if kind == "opaque":
+                seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
+                yield
+            elif kind == "none":
+                with _DrawlessScope(self.computation, None):
+                    yield
+            else:
+                try:
+                    with grains or self.grain_scope(microbatch) as scope:
+                        yield
+                except NotFusibleError as error:
+                    raise RedoError(replace(self.computation, randomness="opaque"), text_of(error)) from error
+                if scope.leaked():
+                    reason = "randomness outside torch's functions"
+                    raise RedoError(replace(self.computation, randomness="opaque"), reason)
 
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Return the context of `scope` for a pipeline stage, which enters it again for the backward."""
@@ -194,24 +205,6 @@ class LossComputer:
         """Return the scope of a microbatch's random numbers and batch statistics."""
         by_position = self.computation.by_position
         return GrainScope(self.job.seed, microbatch.step, microbatch.grains, by_position=by_position)
-
-    @contextlib.contextmanager
-    def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
-        kind = self.computation.randomness
-        if kind == "opaque":
-            seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
-            yield
-        elif kind == "none":
-            with _DrawlessScope(self.computation, None):
-                yield
-        else:
-            try:
-                with grains or self.grain_scope(microbatch) as scope:
-                    yield
-            except NotFusibleError as error:
-                raise RedoError(replace(self.computation, randomness="opaque"), text_of(error)) from error
-            if scope.leaked():
-                raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""

@@ -134,37 +134,33 @@ class Predictions:
             ]
         )
         self.count, self._chunk = sum(here for here, _, _ in rows), max(chunk for _, chunk, _ in rows)
-        own = [_from_json(kinds) for _, _, kinds in rows if kinds]
+        dtypes = {text: dtype for dtype, text in DTYPE_NAMES.items()}
+        own = [{n: (dtypes[text], tuple(shape)) for n, (text, shape) in kinds.items()} for _, _, kinds in rows if kinds]
         self._kinds = own[0] if own else {}
         for kinds in own:
             _refuse_apart(kinds, self._kinds)
-        together(self._mesh, self._write if self._mesh.rank == 0 else lambda: None)
+        all_kinds: dict[str, Kind] = {**self._kinds, IDS: (torch.int64, ())}
 
-    def _write(self) -> None:
-        whole = self._aside / self._path.name
-        (self._write_npz if self._path.suffix == ".npz" else self._write_safetensors)(whole)
-        os.replace(whole, self._path)
+        def write_file() -> None:
+            whole = self._aside / self._path.name
+            if self._path.suffix == ".npz":
+                with zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED) as archive:
+                    for name, (dtype, shape) in all_kinds.items():
+                        kind = self._writable(torch.empty(0, dtype=dtype)).numpy().dtype
+                        header = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *shape)}
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                            np.lib.format.write_array_header_2_0(file, header)
+                            self._copy(name, file.write)
+            else:
+                rows_of = {name: (dtype, (self.count, *shape)) for name, (dtype, shape) in all_kinds.items()}
+                order, head = tensor_file_head(rows_of)
+                with whole.open("wb") as plain_file:
+                    plain_file.write(head)
+                    for name in order:
+                        self._copy(name, plain_file.write)
+            os.replace(whole, self._path)
 
-    @property
-    def _all_kinds(self) -> dict[str, Kind]:
-        return {**self._kinds, IDS: (torch.int64, ())}
-
-    def _write_npz(self, path: Path) -> None:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, (dtype, shape) in self._all_kinds.items():
-                kind = self._writable(torch.empty(0, dtype=dtype)).numpy().dtype
-                header = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *shape)}
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array_header_2_0(file, header)
-                    self._copy(name, file.write)
-
-    def _write_safetensors(self, path: Path) -> None:
-        kinds = {name: (dtype, (self.count, *shape)) for name, (dtype, shape) in self._all_kinds.items()}
-        order, head = tensor_file_head(kinds)
-        with path.open("wb") as file:
-            file.write(head)
-            for name in order:
-                self._copy(name, file.write)
+        together(self._mesh, write_file if self._mesh.rank == 0 else lambda: None)
 
     def _copy(self, name: str, write: Callable[[bytes], Any]) -> None:
         """Copy the rows of one output into the file, chunk by chunk from the ranks' parts."""
@@ -196,11 +192,6 @@ def _refuse_apart(kinds: dict[str, Kind], before: dict[str, Kind]) -> None:
         "rows of one output have one shape and dtype",
         "reduce or pad them in predict: the argmax, or a fixed length",
     )
-
-
-def _from_json(document: dict[str, Any]) -> dict[str, Kind]:
-    dtypes = {text: dtype for dtype, text in DTYPE_NAMES.items()}
-    return {name: (dtypes[text], tuple(shape)) for name, (text, shape) in document.items()}
 
 
 def read(path: Path) -> dict[str, Tensor]:

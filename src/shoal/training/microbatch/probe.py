@@ -15,7 +15,6 @@ from shoal.data.loader import Loader, MapLoader, Microbatch
 from shoal.distributed.agreement import collectively
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import OutOfMemoryError
-from shoal.jobs.job import Job
 from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.training.microbatch.compute import FetchedStep, StepParts
@@ -117,11 +116,18 @@ class PolicyProbe:
         """Return the policy with half the grains per microbatch. Raises: OutOfMemoryError if there is only one."""
         computation = self._parts.computer.computation
         if computation.effective_grains == 1:
-            size = self._parts.computer.job.grain_size
+            job = self._parts.computer.job
+            size = job.grain_size
+            remedy = 'write memory.recompute = "full", or divide the model: shoal plan says how it fits'
+            if size > 1:
+                remedy = (
+                    f"write Job(grains={-(-job.global_batch // -(-size // 2))}): half the samples, and so half the "
+                    "activations, of a grain (it changes the run); shoal plan says what fits"
+                )
             raise OutOfMemoryError(
                 given=f"a microbatch of a single grain, of {size} sample{'s' if size > 1 else ''}",
                 conflict=f"it does not fit in memory: {str(error).strip()[:200] or type(error).__name__}",
-                remedy=_smaller(self._parts.computer.job),
+                remedy=remedy,
             ) from error
         torch.cuda.empty_cache()
         return replace(computation, grains_per_microbatch=computation.effective_grains // 2)
@@ -167,7 +173,21 @@ class PolicyProbe:
         if names:
             buffers.restore()
             divided = parts.sharded_model.divided
-            own = collectively(parts.mesh, divided, functools.partial(self._look_at_buffers, step, names, moving))
+
+            def look_at_buffers() -> BufferLook | None:  # None without two grains to compare
+                for count in (LOOKED_GRAINS, 2):
+                    first = self._loader.first_grains(step, count)
+                    if first is None or len(first.grains) < 2:
+                        return None
+                    try:
+                        return self._look.buffers(first, names, widens=not moving)
+                    except Exception as error:
+                        if not is_out_of_memory(error) or divided or count == 2:
+                            raise
+                        torch.cuda.empty_cache()
+                return None
+
+            own = collectively(parts.mesh, divided, look_at_buffers)
             rows = parts.mesh.gather_json(asdict(own) if own is not None else None)
             looks = [BufferLook(**document) for document in filter(None, rows)]
             seen = {name for look in looks for name in look.rules}
@@ -198,32 +218,8 @@ class PolicyProbe:
         )
         buffers.watch(computer.computation.buffers, rules)
 
-    def _look_at_buffers(self, step: int, names: list[str], moving: Collection[str]) -> BufferLook | None:
-        """Return this rank's look at buffers, or None without two grains to compare."""
-        for count in (LOOKED_GRAINS, 2):
-            first = self._loader.first_grains(step, count)
-            if first is None or len(first.grains) < 2:
-                return None
-            try:
-                return self._look.buffers(first, names, widens=not moving)
-            except Exception as error:
-                if not is_out_of_memory(error) or self._parts.sharded_model.divided or count == 2:
-                    raise
-                torch.cuda.empty_cache()
-        return None
-
 
 def _kind(module: nn.Module | None) -> str:
     """Return a module's class name, ignoring the classes that torch derives from it to cut parameters."""
     own = (kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
     return next(own).__name__ if module is not None else ""
-
-
-def _smaller(job: Job) -> str:
-    """Return the remedy for a grain that does not fit in memory."""
-    if job.grain_size == 1:
-        return 'write memory.recompute = "full", or divide the model: shoal plan says how it fits'
-    return (
-        f"write Job(grains={-(-job.global_batch // -(-job.grain_size // 2))}): half the samples, and so half the "
-        "activations, of a grain (it changes the run); shoal plan says what fits"
-    )

@@ -24,7 +24,7 @@ from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
 from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.microbatch.loss import no_gradient
-from shoal.training.microbatch.nonfinite import NonFiniteSearch, NonFiniteStep
+from shoal.training.microbatch.nonfinite import NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
@@ -318,10 +318,10 @@ class Conductor:
         engine, state = self._engine, self.state
         self.servers.fetch(optimizer=False)
         self._buffers.begin()
-        search = NonFiniteSearch(engine.computer, engine.precision, engine.parameters)
         engine.loader.seek(step, engine.computer.computation.effective_grains)
         data = engine.loader.step(step)
-        culprits = search.find(engine.mesh, list(data.microbatches) if data is not None else [])
+        microbatches = list(data.microbatches) if data is not None else []
+        culprits = find_nonfinite(engine.computer, engine.precision, engine.parameters, engine.mesh, microbatches)
         self._buffers.restore()
         first = next(iter(culprits["grains"]), None)
         for part, came in arrived.items():

@@ -102,7 +102,7 @@ class ServedRecords(StepRecords):
     def count(
         self, sums: StepSums, update: Update, nonfinite: dict[str, Any] | None, push: Mapping[int, Arrived]
     ) -> None:
-        """Count a step that was applied or skipped. `push`: its parts. `found`: culprits of a non-finite step."""
+        """Count a step that was applied or skipped. `push`: its parts. `nonfinite`: culprits of a non-finite step."""
         self.write()
         parts, state, came = self._parts, self._state, [push[part] for part in sorted(push)]
         step, digest = came[0].task.step, state.digest

@@ -80,17 +80,12 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
         group["params"] = whole
         for parameter, own in pairs:
             own.grad = None
-            _keep(state.pop(own, {}), state, parameter)
-
-
-def _keep(saved: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
-    """Store new state of the local tensor as the parameter's: scalars unchanged, other tensors as DTensors."""
-    for key, value in saved.items():
-        earlier = state[parameter].get(key)
-        is_tensor = isinstance(value, Tensor)
-        if is_tensor and isinstance(earlier, Tensor) and local(earlier).data_ptr() == value.data_ptr() != 0:
-            continue
-        state[parameter][key] = laid_out(value, parameter) if is_tensor and value.ndim > 0 else value
+            # Store new state of the local tensor as the parameter's: scalars unchanged, other tensors as DTensors.
+            for key, value in state.pop(own, {}).items():
+                earlier, is_tensor = state[parameter].get(key), isinstance(value, Tensor)
+                if is_tensor and isinstance(earlier, Tensor) and local(earlier).data_ptr() == value.data_ptr() != 0:
+                    continue
+                state[parameter][key] = laid_out(value, parameter) if is_tensor and value.ndim > 0 else value
 
 
 @contextlib.contextmanager
@@ -138,18 +133,17 @@ def maskable(optimizer: torch.optim.Optimizer) -> bool:
         return False
     for group in optimizer.param_groups:
         with _on_local(group, optimizer):
-            if not (can_fuse(group, optimizer) and _is_begun(group, optimizer)):
+            if not can_fuse(group, optimizer):
+                return False
+            trained = [p for p in group["params"] if p.grad is not None]
+            is_sgd = type(optimizer).__name__ == "SGD"
+            key = "momentum_buffer" if is_sgd else "step"
+            has_state = not is_sgd or bool(group.get("momentum"))
+            if has_state and any(optimizer.state.get(p, {}).get(key) is None for p in trained):
+                return False
+            if any(p.dtype != torch.float32 for p in trained):
                 return False
     return True
-
-
-def _is_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    trained = [p for p in group["params"] if p.grad is not None]
-    plain = type(optimizer).__name__ == "SGD"
-    keeps = bool(group.get("momentum")) if plain else True
-    key = "momentum_buffer" if plain else "step"
-    known = not keeps or all(optimizer.state.get(p, {}).get(key) is not None for p in trained)
-    return known and all(p.dtype == torch.float32 for p in trained)
 
 
 def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> bool:
@@ -168,26 +162,18 @@ def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tup
         and {tensor.layout for tensor in tensors} <= {torch.strided}
         and False not in [tensor.is_contiguous() for tensor in tensors]
     )
-    if not fits or _half_begun(group, optimizer):
+    if not fits:
         return False
+    if group.get("momentum"):
+        # Only some parameters may have one, as after unfreezing. torch's fused SGD cannot handle it.
+        trained = [p for p in group["params"] if p.grad is not None]
+        begun = [optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in trained]
+        if any(begun) and not all(begun):
+            return False
     if group["params"] and group["params"][0].is_cuda:
-        _count_on_device(group, optimizer)
+        # Fused kernels require step counters on the parameters' device. A checkpoint loads them on the CPU.
+        for p in group["params"]:
+            counter = optimizer.state[p].get("step") if p.is_cuda and p in optimizer.state else None
+            if isinstance(counter, Tensor) and counter.device != p.device:
+                optimizer.state[p]["step"] = counter.to(p.device)
     return True
-
-
-def _count_on_device(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Move step counters to the parameters' device, as fused kernels require. A checkpoint loads them on the CPU."""
-    for p in group["params"]:
-        counter = optimizer.state[p].get("step") if p.is_cuda and p in optimizer.state else None
-        if isinstance(counter, Tensor) and counter.device != p.device:
-            optimizer.state[p]["step"] = counter.to(p.device)
-
-
-def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether only some parameters have a momentum, as after unfreezing. torch's fused SGD cannot handle it."""
-    if not group.get("momentum"):
-        return False
-    begun = [
-        optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.grad is not None
-    ]
-    return any(begun) and not all(begun)

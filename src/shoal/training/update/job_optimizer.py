@@ -47,7 +47,10 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     """Build the job's optimizer. Raises: JobError or UserCodeError if it cannot be stepped once a step."""
     try:
         with compiler_deferred():
-            optimizer = make(parameters) if parameters else _empty(make)
+            optimizer = make(parameters or _Nothing())
+            if not parameters and isinstance(optimizer, torch.optim.Optimizer):
+                for group in groups(optimizer):  # torch's constructors require the parameter that is removed here
+                    group["params"].clear()
     except ShoalError:
         raise
     except Exception as error:
@@ -133,14 +136,6 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
         refusal.traceback_text = traceback_of(error)
         return refusal
     return user_error("the optimizer", error)
-
-
-def _empty(make: Callable[[Any], Any]) -> Any:
-    """Build an optimizer without parameters. torch's constructors require a parameter, which is removed afterwards."""
-    optimizer = make(_Nothing())
-    for group in groups(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
-        group["params"].clear()
-    return optimizer
 
 
 class _Nothing(list[nn.Parameter]):

@@ -89,7 +89,19 @@ class ScheduledRates:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # about resumed schedulers: this one is replayed
                 if self._schedulers is None or wanted < self._turn:
-                    self._schedulers, self._turn = self._make(progress.num_steps), 0
+                    make, settings = self._schedule.scheduler, dict[str, Any]()
+                    if not isinstance(make, type) and "num_steps" in inspect.signature(make).parameters:
+                        settings["num_steps"] = progress.num_steps
+                    rehearsed = _Rehearsed(self._first, self._defaults)
+                    own_scheduler = make(rehearsed, **settings, **self._schedule.settings)
+                    if not isinstance(own_scheduler, LRScheduler) or isinstance(own_scheduler, ReduceLROnPlateau):
+                        raise JobError(
+                            given=f"{self._schedule!r}, which makes {type(own_scheduler).__name__}",
+                            conflict="a schedule is one of torch.optim.lr_scheduler that follows from the step alone",
+                            remedy="return one, for example torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
+                            "num_steps)",
+                        )
+                    self._schedulers, self._turn = (rehearsed, own_scheduler), 0
                 optimizer, scheduler = self._schedulers
                 while self._turn < wanted:
                     optimizer.step()
@@ -107,19 +119,6 @@ class ScheduledRates:
                 elif name not in ("params", "initial_lr"):
                     group[name] = value
         return float(groups[0]["lr"]) if groups else 0.0
-
-    def _make(self, num_steps: int) -> tuple[_Rehearsed, Any]:
-        optimizer, make, settings = _Rehearsed(self._first, self._defaults), self._schedule.scheduler, {}
-        if not isinstance(make, type) and "num_steps" in inspect.signature(make).parameters:
-            settings["num_steps"] = num_steps
-        scheduler = make(optimizer, **settings, **self._schedule.settings)
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            raise JobError(
-                given=f"{self._schedule!r}, which makes {type(scheduler).__name__}",
-                conflict="a schedule is one of torch.optim.lr_scheduler that follows from the step alone",
-                remedy="return one, for example torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)",
-            )
-        return optimizer, scheduler
 
 
 def _plain(value: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.whole_optimizer import OWN_RATE, groups, parts, rated, rates_seen
@@ -133,26 +133,26 @@ class Stepper:
                 conflict="a job's schedule and checkpoints are of the groups that its optimizer function makes",
                 remedy="make all groups there; a shoal.Session may add groups in its loop",
             )
-        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress, groups)
+        if self._scheduled is not None:
+            rate = self._scheduled.set(progress)
+        else:
+            multiplier = self.multiplier(progress)
+            for group, own in zip(groups, self._rates, strict=True):
+                if OWN_RATE in group:
+                    continue
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(own * multiplier)
+                else:
+                    group["lr"] = own * multiplier
+            rate = (self._rates[0] if self._rates else 1.0) * multiplier
+            if groups and OWN_RATE in groups[0]:
+                rate = float(groups[0]["lr"])
         if not self._narrow:
             return rate
         for group in self._optimizer.param_groups:
             if not isinstance(group["lr"], Tensor):
-                group["lr"] = as_float32(group["lr"])
-        return as_float32(rate)
-
-    def _set(self, progress: Progress, groups: list[dict[str, Any]]) -> float:
-        multiplier = self.multiplier(progress)
-        for group, rate in zip(groups, self._rates, strict=True):
-            if OWN_RATE in group:
-                continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * multiplier)
-            else:
-                group["lr"] = rate * multiplier
-        if groups and OWN_RATE in groups[0]:
-            return float(groups[0]["lr"])
-        return self._rates[0] * multiplier if self._rates else multiplier
+                group["lr"] = float(np.float32(group["lr"]))
+        return float(np.float32(rate))
 
     def _trained(self) -> list[tuple[int, bool]]:
         """Return which parameters of the groups require a gradient."""
@@ -189,14 +189,6 @@ class Stepper:
         if may_draw(self._optimizer):
             seed_everything(random_key(self._job.seed, "optimizer", step))
 
-    def _learn(self) -> None:
-        if self._direct is None:
-            return
-        self._direct.learn()
-        self._num_learnt += 1
-        if self._num_learnt >= _MOST_LEARNT:
-            self._direct = None
-
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
         """Step the optimizer with the random numbers of step `number`.
 
@@ -217,7 +209,11 @@ class Stepper:
             else:
                 with fused(self._optimizer):
                     step_optimizer(self._optimizer)
-                self._learn()
+                if self._direct is not None:
+                    self._direct.learn()
+                    self._num_learnt += 1
+                    if self._num_learnt >= _MOST_LEARNT:
+                        self._direct = None
         except Exception as error:
             raise step_error(self._optimizer, error) from error
         if seen is not None:
@@ -252,11 +248,6 @@ class Stepper:
                 step_optimizer(self._optimizer)
         except Exception as error:
             raise step_error(self._optimizer, error) from error
-
-
-def as_float32(rate: float) -> float:
-    """Return a learning rate rounded to float32."""
-    return float(np.float32(rate))
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
@@ -298,7 +289,13 @@ class Updater:
                 remedy="use clip_norm",
             )
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
-        self._places, self._num_gradients = list(_places(sharded_model)), -1
+        # Name, home, key and value of each parameter that is not gathered from other ranks.
+        self._places = [
+            (name, sharded_model.model.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2], p)
+            for name, p in sharded_model.parameters()
+            if not hasattr(p, "to_local")
+        ]
+        self._num_gradients = -1
         self._parameters += [(part, True) for part in divided.values() if part is not None]
         refuse_divided(optimizer, sharded_model, self._division.updates)
         # The fast path avoids a function call for each parameter in every step.
@@ -402,26 +399,17 @@ class Updater:
         """
         if self._whole:
             gradients = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
-            self._watch_places(len(gradients))
-            return gradients, gradients
-        counted = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
-        self._watch_places(len(counted))
-        return [gradient for gradient, _ in counted], [g for g, counts in counted if counts and g.numel()]
-
-    def _watch_places(self, num_gradients: int) -> None:
-        if num_gradients != self._num_gradients:
-            self._num_gradients = num_gradients
+            counted = gradients
+        else:
+            pairs = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+            gradients = [gradient for gradient, _ in pairs]
+            counted = [g for g, counts in pairs if counts and g.numel()]
+        if len(gradients) != self._num_gradients:
+            self._num_gradients = len(gradients)
             for name, home, key, parameter in self._places:
                 if home.get(key) is not parameter:
                     raise replaced(name)
-
-
-def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Yield name, home, key and value of each parameter that is not gathered from other ranks."""
-    for name, parameter in model.parameters():
-        if not hasattr(parameter, "to_local"):
-            module, _, key = name.rpartition(".")
-            yield name, model.model.get_submodule(module)._parameters, key, parameter
+        return gradients, counted
 
 
 def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:

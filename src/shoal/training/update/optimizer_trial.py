@@ -20,7 +20,6 @@ from shoal.errors import JobError
 from shoal.numerics.generators import all_generators
 from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 # Maximum elements of a stand-in, and minimum size of a dim that was scaled down to get there.
@@ -72,8 +71,16 @@ class OptimizerTrial:
         """
         for wide in (True, False):  # not every optimizer computes in float64
             whole, part = self.steps(wide=wide), self.steps(own, wide=wide)
-            if whole and part:
-                return _differing(whole, part, own)
+            if not (whole and part):
+                continue
+            for number in range(1, min(len(whole), len(part))):
+                for name, value in part[number].items():
+                    before, wanted = (own[name].of(steps[name]) for steps in whole[number - 1 : number + 1])
+                    rounding = _ROUNDINGS * torch.finfo(value.dtype).eps * _largest(wanted)
+                    far = _TOLERANCE * _largest(wanted - before) + rounding
+                    if own[name].updated and _largest((value - wanted)[value != wanted]) > far:
+                        return name
+            return None
         return None
 
     def steps(self, own: Mapping[str, Own] | None = None, *, wide: bool = True) -> Steps:
@@ -84,7 +91,16 @@ class OptimizerTrial:
         steps: Steps = []
         with contextlib.suppress(Exception), NoTrace(None, {"optimizer": self._make}):
             values = torch.Generator().manual_seed(0)
-            states = list(self._states_of(values, {name: Own() for name in self._like} if own is None else own, wide))
+            states: list[tuple[str, nn.Parameter, list[Tensor]]] = []
+            for name, (like, shape) in self._like.items():
+                dtype = like.dtype if not wide else torch.complex128 if like.is_complex() else torch.float64
+                drawn = [torch.randn(shape, generator=values, dtype=torch.float64) for _ in range(1 + len(_SCALES))]
+                part = Own() if own is None else own.get(name)
+                if part is not None:
+                    value, *gradients = (part.of(one).to(self._device, dtype) for one in drawn)
+                    stand_in = nn.Parameter(value)
+                    vars(stand_in).update(vars(like) if type(like) is nn.Parameter else {})  # some jobs group by these
+                    states.append((name, stand_in, gradients if part.updated else []))
             optimizer = build_optimizer(self._make, Parameters(_StandIns([(name, p) for name, p, _ in states])))
             self.name = "" if is_plain(optimizer) else type(optimizer).__name__
             before = all_generators()
@@ -97,19 +113,6 @@ class OptimizerTrial:
                     return []
                 steps.append({name: parameter.detach().clone() for name, parameter, _ in states})
         return steps if len(steps) > 1 else []
-
-    def _states_of(
-        self, values: torch.Generator, owns: Mapping[str, Own], wide: bool
-    ) -> Iterator[tuple[str, nn.Parameter, list[Tensor]]]:
-        for name, (like, shape) in self._like.items():
-            dtype = like.dtype if not wide else torch.complex128 if like.is_complex() else torch.float64
-            drawn = [torch.randn(shape, generator=values, dtype=torch.float64) for _ in range(1 + len(_SCALES))]
-            if name in owns:
-                own = owns[name]
-                value, *gradients = (own.of(one).to(self._device, dtype) for one in drawn)
-                parameter = nn.Parameter(value)
-                vars(parameter).update(vars(like) if type(like) is nn.Parameter else {})  # some jobs group by these
-                yield name, parameter, gradients if own.updated else []
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,17 +140,6 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(small)
 
 
-def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
-    """Return the first parameter with a part that differs from the whole after a step by more than rounding."""
-    for number in range(1, min(len(whole), len(part))):
-        for name, value in part[number].items():
-            before, wanted = (own[name].of(steps[name]) for steps in whole[number - 1 : number + 1])
-            far = _TOLERANCE * _largest(wanted - before) + _ROUNDINGS * torch.finfo(value.dtype).eps * _largest(wanted)
-            if own[name].updated and _largest((value - wanted)[value != wanted]) > far:
-                return name
-    return None
-
-
 def _largest(values: Tensor) -> float:
     """Return the largest finite magnitude."""
     magnitudes = values.abs()
@@ -169,7 +161,12 @@ def refuse_divided_steps(
         return
     parts, absent = model.division.parts, model.absent()
     named = [(name, p) for name, p in model.model.named_parameters() if p.requires_grad]
-    own = {name: Own(_cut_dims(parts.get(name)), updates(p)) for name, p in named if name not in absent}
+    own = {}
+    for name, p in named:
+        if name not in absent:
+            part = parts.get(name)
+            sizes = zip(part.local_shape, part.shape, strict=True) if part is not None else ()
+            own[name] = Own(tuple(dim for dim, (here, size) in enumerate(sizes) if here != size), updates(p))
     if len(own) == len(named) and all(one == Own() for one in own.values()):
         return
     trial = OptimizerTrial(make, named, model.shapes(), model.mesh.device)
@@ -189,26 +186,23 @@ def refuse_divided_steps(
     )
 
 
-def _cut_dims(part: TensorSlice | None) -> tuple[int, ...]:
-    if part is None:
-        return ()
-    return tuple(dim for dim, (own, size) in enumerate(zip(part.local_shape, part.shape, strict=True)) if own != size)
-
-
 def refuse_read(
     trial: OptimizerTrial, no_trace: NoTrace, together: Callable[[bool], bool], names: Collection[str]
 ) -> None:
     """Raise JobError for an optimizer with a step that depends on a value from a forward of the model.
 
-    `kept`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
+    `no_trace`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
     `names`: the values to check.
     """
-    first, read = trial.steps(), ""
+    first, read, numeric = trial.steps(), "", int | float | Tensor
     changes = no_trace.changes() if first and trial.name else []
     for change in [change for change in changes if change.key in change.home]:
         home, key, value = change.home, change.key, change.home[change.key]
         for factor in (1e-3, 1e3) if change.name in names else ():  # a threshold may lie on either side
-            home[key] = tree_map(lambda leaf, f=factor: leaf * f if _is_number(leaf) else leaf, value)
+            home[key] = tree_map(
+                lambda leaf, f=factor: leaf * f if isinstance(leaf, numeric) and type(leaf) is not bool else leaf,
+                value,
+            )
             steps = trial.steps()
             if steps and not all(
                 torch.allclose(one[p], other[p], atol=0.0, equal_nan=True)
@@ -226,7 +220,3 @@ def refuse_read(
             remedy="compute the value from the parameters, their gradients or the optimizer's state, which are the "
             "same on every layout, or set it in a callback after the step from a sum over all ranks",
         )
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, int | float | Tensor) and not isinstance(leaf, bool)

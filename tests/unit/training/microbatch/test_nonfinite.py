@@ -18,7 +18,7 @@ from shoal.jobs.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.loss import LossComputer
-from shoal.training.microbatch.nonfinite import NonFiniteSearch
+from shoal.training.microbatch.nonfinite import find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
 
 DEVICE = torch.device("cpu")
@@ -43,12 +43,10 @@ def found(make: Callable[[], nn.Module], bad: int, break_at: int | None = None) 
         grains=4,
     )
     precision = Precision.of(PrecisionSection(), DEVICE)
-    search = NonFiniteSearch(
-        LossComputer(job, model, precision, MicrobatchPolicy(4, "scoped")), precision, list(model.parameters())
-    )
+    computer = LossComputer(job, model, precision, MicrobatchPolicy(4, "scoped"))
     if break_at is not None:
         loader._reader._fetcher.source = None  # type: ignore[assignment]
-    return search.find(alone(DEVICE), microbatches)
+    return find_nonfinite(computer, precision, list(model.parameters()), alone(DEVICE), microbatches)
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: Recomputed(True), lambda: Recomputed(False)])
