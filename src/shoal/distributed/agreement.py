@@ -56,11 +56,7 @@ class Agreement:
     asked: int
     spreads: Mapping[str, Spread]
     busy_seconds: npt.NDArray[np.float64]  # of each rank in the previous step; zero with one rank
-
-    @property
-    def slowest_rank(self) -> int:
-        """The rank that computed longest in the previous step."""
-        return self.spreads["busy_seconds"].rank_of_max if len(self.busy_seconds) > 1 else 0
+    slowest_rank: int = 0  # the rank that computed longest in the previous step
 
 
 def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) -> tuple[float, ...]:
@@ -92,7 +88,16 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
     measured = np.column_stack([measured, busy])
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
     spreads = {name: Spread(*column) for name, column in zip(_SPREADS, columns, strict=True)}
-    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads, busy)
+    return Agreement(
+        has_data,
+        error,
+        stop,
+        bool(table[0, _FLAGS.index("checkpoint")]),
+        asked,
+        spreads,
+        busy,
+        spreads["busy_seconds"].rank_of_max,
+    )
 
 
 def interrupts(rows: Tensor) -> Tensor:

@@ -72,21 +72,9 @@ class StepSums:
         total, self.weight, samples, self.learnt = sums[:DIGEST].tolist()
         self.loss = total / self.weight if self.weight else math.nan
         self.num_samples = round(samples)
-
-    @property
-    def is_constant(self) -> bool:
-        """True if no microbatch on any rank has a gradient, though the batch has a weight."""
-        return bool(self.weight) and not self.learnt
-
-    @property
-    def digest(self) -> npt.NDArray[np.float64]:
-        """The sum of the grains' digests."""
-        return self.sums[DIGEST:NUM_SUMS]
-
-    @property
-    def buffers(self) -> npt.NDArray[np.float64]:
-        """The buffers' values, each multiplied by its number of samples."""
-        return self.sums[NUM_SUMS:]
+        self.is_constant = bool(self.weight) and not self.learnt  # a batch with a weight, and nowhere a gradient
+        self.digest = sums[DIGEST:NUM_SUMS]  # the sum of the grains' digests
+        self.buffers = sums[NUM_SUMS:]  # the buffers' values, each multiplied by its number of samples
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class ShardedOptimizer(UpdateDivision):
         super().__init__(model)
         self._mesh, self._mark, self._rank, self._parameters = model.mesh, mark, model.mesh.rank, list(parameters)
         self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
+        self._group = self._mesh.group("shard")
         self._owners = owners(parameters if among is None else among, self._ranks)
         self._divided: tuple[list[int], list[tuple[int, list[Tensor]]]] = [], []  # the last result of `_pieces`
 
@@ -140,7 +141,7 @@ class ShardedOptimizer(UpdateDivision):
             raise_together(self._mesh, error)
         elif error is not None:
             raise error
-        group, waiting = self._mesh.group("shard"), deque(self._pieces(updated))
+        waiting = deque(self._pieces(updated))
         under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
         with torch.no_grad():
             while waiting or under_way:
@@ -152,7 +153,7 @@ class ShardedOptimizer(UpdateDivision):
                         sent = torch.cat([parameter.reshape(-1) for parameter in members])
                     else:
                         sent = members[0].new_empty(sum(map(Tensor.numel, members)))
-                    under_way.append((dist.broadcast(sent, root, group=group, async_op=True), sent, members))
+                    under_way.append((dist.broadcast(sent, root, group=self._group, async_op=True), sent, members))
                     continue
                 work, sent, members = under_way.popleft()
                 work.wait()

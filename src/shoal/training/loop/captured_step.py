@@ -31,10 +31,9 @@ from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedS
 from shoal.plans.grains import Grain
 from shoal.training.loop.device_graph import CaptureRules, Recorder, Recording, addresses
 from shoal.training.loop.training_parts import TrainingParts
-from shoal.training.microbatch.compute import FetchedStep, ForwardBackward
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import StepRunner, UnreadStep
+from shoal.training.microbatch.step import FetchedStep, ForwardBackward, StepRunner, UnreadStep
 from shoal.training.update.fused_step import maskable
 
 # Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.

@@ -25,8 +25,7 @@ from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.loop.captured_step import CapturedStep, LaunchedStep
 from shoal.training.loop.device_graph import RECORDERS
 from shoal.training.loop.training_parts import TrainingParts
-from shoal.training.microbatch.compute import FetchedStep
-from shoal.training.microbatch.step import StepRunner, UnreadStep
+from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.observe.step_records import StepRecords
 from shoal.training.step_clock import StepTime
 from shoal.training.update.optimizer_step import Update

@@ -16,10 +16,9 @@ from shoal.parallel.base import Flags, StepSums
 from shoal.training.loop.between_steps import NOTICED, BetweenSteps, Outcome, share_incidents
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.training_parts import TrainingParts
-from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import ComputedStep, StepRunner
+from shoal.training.microbatch.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.step_clock import StepTime
 from shoal.training.update.optimizer_step import Update, may_draw

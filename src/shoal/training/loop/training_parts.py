@@ -13,8 +13,8 @@ from shoal.jobs.job import Job
 from shoal.plans.resolve import CompletePlan
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.replicas import ReplicaCheck
-from shoal.training.microbatch.compute import StepParts
 from shoal.training.microbatch.evaluation import EvaluationSets
+from shoal.training.microbatch.step import StepParts
 from shoal.training.update.job_optimizer import Parameters
 from shoal.training.update.optimizer_step import Updater
 

@@ -12,7 +12,7 @@ from shoal.errors import JobError
 from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
 from shoal.plans.schedule import Action
-from shoal.training.microbatch.compute import ForwardBackward, labelled
+from shoal.training.microbatch.step import ForwardBackward, labelled
 
 
 def run_stages(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import OutOfMemoryError
 from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.training.microbatch.compute import FetchedStep, StepParts
 from shoal.training.microbatch.look import LATER_STEPS, Look
 from shoal.training.microbatch.policy import BufferLook, MicrobatchPolicy, ProbeResult, refuse_other_losses
+
+if TYPE_CHECKING:
+    from shoal.training.microbatch.step import FetchedStep, StepParts
 
 
 class PolicyProbe:

@@ -316,7 +316,7 @@ class Updater:
         Collective: as `norm` and `update` of the division.
         """
         rate = self.stepper.set_rates(progress)
-        if refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
+        if not 0.0 < weight < math.inf and refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
             return Update(0.0, rate, "weightless")
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         if self._looks:
