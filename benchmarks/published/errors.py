@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.published import describe
 from benchmarks.published.rows import described, number
 from benchmarks.published.score import Pair
-from shoal.planner.predict.error_bar import BEYOND, FEWEST_ROWS, Likeness, likeness
+from shoal.planner.predict.workload import BEYOND, FEWEST_ROWS, Likeness, likeness
 
 _HEAD = """\
 # Written by `python -m benchmarks.published errors`, from predictions by the catalogue alone (docs/planner.md).

@@ -19,7 +19,7 @@ from shoal.hardware.values import DIVIDED, PROCESS_GROUP, Cluster, Device
 from shoal.launch.environment import REQUEST_FILE
 from shoal.launch.environments.detect import joined
 from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, divided_of, link_of, table
-from shoal.planner.measure.processes import results_of
+from shoal.planner.measure.collectives import bench_collectives, results_of
 from shoal.runs.directory import write_file
 
 _SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, for all numbers of ranks together
@@ -61,8 +61,6 @@ def bench(options: BenchOptions) -> int:
         )
     busy = Busy()
     if options.what == "collectives":
-        from shoal.planner.measure.collectives import bench_collectives
-
         code = bench_collectives(ranks, options.sizes, out)
         if busy.share() >= _BUSY_SHARE:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")

@@ -27,8 +27,7 @@ from shoal.planner.answer.outlook import (
 )
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
-from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
-from shoal.planner.predict.workload import ITEMSIZE, Share
+from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, error_bar, likeness, of_device
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Rejected, gib
 from shoal.planner.search.space import Illegal
@@ -621,15 +620,14 @@ def console_of_width() -> Console:
 
 def show(answer: SearchResult, console: Console) -> None:
     """Print the whole result in the console's width, the chosen plan first."""
+    parts: list[Text | rich.table.Table] = []
 
-    def print_lines(*lines: str) -> None:
-        for line in lines:
-            console.print(line, highlight=False, markup=False)
+    def add_lines(*lines: str) -> None:
+        parts.extend(map(Text, lines))
 
-    def print_table(title: str, head: list[str], rows: Rows, right: Sequence[int] = ()) -> None:
+    def add_table(title: str, head: list[str], rows: Rows, right: Sequence[int] = ()) -> None:
         if not rows:
             return
-        console.print(f"\n[bold]{title}[/bold]")
         table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
         for place, name in enumerate(head):
             # Columns of numbers do not wrap if they fit; columns of words do.
@@ -637,10 +635,9 @@ def show(answer: SearchResult, console: Console) -> None:
             table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
-        console.print(table, highlight=False)
+        parts.extend([console.render_str(f"\n[bold]{title}[/bold]"), table])
 
-    def print_waterfall(title: str, portions: Sequence[Portion]) -> None:
-        console.print(f"\n[bold]{title}[/bold]")
+    def add_waterfall(title: str, portions: Sequence[Portion]) -> None:
         table = rich.table.Table(box=None, pad_edge=False, show_header=False)
         for justify in ("left", "right", "right", "left", "left"):
             table.add_column(justify=justify)
@@ -651,40 +648,42 @@ def show(answer: SearchResult, console: Console) -> None:
             bar = " " * start + "█" * max(1, end - start)
             *figures, meaning = portion.row
             table.add_row(*figures, bar.ljust(length), f"[dim]{meaning}[/dim]")
-        console.print(table, highlight=False)
+        parts.extend([console.render_str(f"\n[bold]{title}[/bold]"), table])
 
     case = answer.question.case
-    print_lines(
+    add_lines(
         f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
         f"{case.work.profile.flops(case.work.global_batch):.3g} FLOPs a step of {case.work.global_batch} samples",
         *grains(answer),
+        "",
     )
-    console.print()
-    table = rich.table.Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    key = rich.table.Table.grid(padding=(0, 2))
+    key.add_column(style="bold", no_wrap=True)
+    key.add_column(overflow="fold")
     for name, value in key_rows(answer):
-        table.add_row(name, Text(value))
-    console.print(table, highlight=False)
-    print_table(_best_title(answer), BEST_HEAD, best_rows(answer), right=range(2, 7))
-    print_lines(summary(answer))
+        key.add_row(name, Text(value))
+    parts.append(key)
+    add_table(_best_title(answer), BEST_HEAD, best_rows(answer), right=range(2, 7))
+    add_lines(summary(answer))
     if correction := case.correction:
-        parts = [f"{name} x {factor:.2f}" for name, factor in correction.factors.items()]
-        parts += [f"host + {seconds(correction.host_seconds)} a step"] if correction.host_seconds else []
-        print_lines(f"corrected by what runs have shown: {', '.join(parts)}")
-    print_lines(*(f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)))
-    print_waterfall("A step of the first", terms(answer))
-    print_waterfall("Memory of its fullest device", memory(answer))
-    print_table("By number of devices", CURVE_HEAD, curve_rows(answer), right=range(4))
-    print_lines(verdict(answer))
-    print_table("What would change it", ["change", "step", "effect"], change_rows(answer), right=[1])
+        terms_of = [f"{name} x {factor:.2f}" for name, factor in correction.factors.items()]
+        terms_of += [f"host + {seconds(correction.host_seconds)} a step"] if correction.host_seconds else []
+        add_lines(f"corrected by what runs have shown: {', '.join(terms_of)}")
+    add_lines(*(f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)))
+    add_waterfall("A step of the first", terms(answer))
+    add_waterfall("Memory of its fullest device", memory(answer))
+    add_table("By number of devices", CURVE_HEAD, curve_rows(answer), right=range(4))
+    add_lines(verdict(answer))
+    add_table("What would change it", ["change", "step", "effect"], change_rows(answer), right=[1])
     if lines := goodput_lines(answer):
-        console.print("\n[bold]Failures[/bold]")
-        print_lines(*lines)
-    print_table("Why not", ["layout", "reason"], rejected_rows(answer, _NUM_REJECTED))
+        parts.append(console.render_str("\n[bold]Failures[/bold]"))
+        add_lines(*lines)
+    add_table("Why not", ["layout", "reason"], rejected_rows(answer, _NUM_REJECTED))
     more = len(answer.choice.rejected) - _NUM_REJECTED
     if more > 0:
-        print_lines(f"... and {more} more: --html FILE has them all")
+        add_lines(f"... and {more} more: --html FILE has them all")
+    for part in parts:
+        console.print(part, highlight=False)
 
 
 def page(answer: SearchResult) -> str:

@@ -180,40 +180,55 @@ def sensitivity(
     The changes: another precision, a CUDA graph, recomputation, 1 GiB more, twice a link, half and double the batch.
     `search`: the search of this case. `precise`: a precision as written on the command line, and its case.
     """
+
+    def effect(seconds: float) -> str:
+        change = chosen.seconds / seconds - 1.0
+        return "nothing" if abs(change) < TIE / 2 else f"{change:+.0%} samples a second"
+
+    def predicted(
+        other: Case, what: str, plan: Plan = chosen.plan, *, samples: float = 1.0, tells_memory: bool = False
+    ) -> Change:
+        prediction = other.search().bounds.predict(plan)
+        if not prediction.fits:
+            return Change(what, None, f"does not fit by {gib(prediction.missing_bytes)}")
+        text = effect(prediction.step_seconds / samples)
+        peak, before = gib(prediction.peak_bytes), gib(chosen.prediction.peak_bytes)
+        if tells_memory and peak != before:
+            text = f"{text}, {peak} instead of {before}"
+        return Change(what, prediction.step_seconds, text)
+
     changes = []
     if precise is not None:
         precision, other = precise
         plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
-        what = f"--precision {precision}, which changes the run"
-        changes.append(_predicted(other, replace(chosen, plan=plan), what))
+        changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
     graph = as_graph(case, chosen.plan)
-    optional = [] if graph is None else [_predicted(graph, chosen, GRAPH)]
+    optional = [] if graph is None else [predicted(graph, GRAPH)]
     for kind in recomputes(case.space.base):
         if kind != chosen.plan.memory.recompute:
             plan = chosen.plan.with_sections(memory={"recompute": kind})
             what = f"recompute = {kind}" if kind != "none" else "no recomputation"
-            optional.append(_predicted(case, replace(chosen, plan=plan), what, tells_memory=True))
+            optional.append(predicted(case, what, plan, tells_memory=True))
     changes += [change for change in optional if change.effect != "nothing"]
     wanted = Wanted(Aim(), Limit(seconds=chosen.seconds * (1 - TIE)), chosen.devices, chosen.devices)
     faster = search.with_more_memory(1 << 30).take(wanted)
     seconds = faster[0].seconds if faster else chosen.seconds
-    changes.append(Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds)))
+    changes.append(Change("1 GiB more on each device", seconds, effect(seconds)))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
         link = replace(within, bytes_per_second=2 * within.bytes_per_second)
-        other, what = replace(case, cluster=replace(case.cluster, within=link)), "twice the link in a host"
-        changes.append(_predicted(other, chosen, f"{what} ({within.name})"))
+        other = replace(case, cluster=replace(case.cluster, within=link))
+        changes.append(predicted(other, f"twice the link in a host ({within.name})"))
     if between is not None and chosen.devices > case.cluster.devices_per_host:
         link = replace(between, bytes_per_second=2 * between.bytes_per_second)
-        other, what = replace(case, cluster=replace(case.cluster, between=link)), "twice the link between hosts"
-        changes.append(_predicted(other, chosen, f"{what} ({between.name})"))
+        other = replace(case, cluster=replace(case.cluster, between=link))
+        changes.append(predicted(other, f"twice the link between hosts ({between.name})"))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
         batch = int(case.work.global_batch * factor)  # again one sample per grain, else the same number of grains
         num_grains = batch if case.work.grain_size == 1 else min(batch, case.work.num_grains)
-        work = replace(case.work, global_batch=batch, num_grains=num_grains)
-        if work.num_grains >= chosen.plan.layout.data * chosen.plan.layout.shard:
-            other = replace(case, work=work)
-            changes.append(_predicted(other, chosen, f"{what} ({work.global_batch:,} samples)", factor))
+        if num_grains >= chosen.plan.layout.data * chosen.plan.layout.shard:
+            other = replace(case, work=replace(case.work, global_batch=batch, num_grains=num_grains))
+            changes.append(predicted(other, f"{what} ({batch:,} samples)", samples=factor))
     return tuple(changes)
 
 
@@ -224,22 +239,6 @@ def as_graph(case: Case, plan: Plan) -> Case | None:
         return None
     cluster = replace(case.cluster, device=replace(device, dispatch_seconds=0.0))
     return replace(case, cluster=cluster, program=replace(case.own_program, host_seconds=_REPLAYED_SECONDS))
-
-
-def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *, tells_memory: bool = False) -> Change:
-    prediction = case.search().bounds.predict(chosen.plan)
-    if not prediction.fits:
-        return Change(what, None, f"does not fit by {gib(prediction.missing_bytes)}")
-    effect = _effect(chosen.seconds, prediction.step_seconds / samples)
-    peak, before = gib(prediction.peak_bytes), gib(chosen.prediction.peak_bytes)
-    if tells_memory and peak != before:
-        effect = f"{effect}, {peak} instead of {before}"
-    return Change(what, prediction.step_seconds, effect)
-
-
-def _effect(before: float, after: float) -> str:
-    change = before / after - 1.0
-    return "nothing" if abs(change) < TIE / 2 else f"{change:+.0%} samples a second"
 
 
 # ----------------------------------------------------------------------------------------------------- failures

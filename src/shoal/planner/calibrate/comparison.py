@@ -32,7 +32,7 @@ _TIMES = 2.0  # ratio from which `against` writes a multiple instead of a percen
 
 def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `[prediction]` of a plan. `about`: cluster, version of the planner and similar entries."""
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         **about,
         "step_seconds": prediction.step_seconds,
         "bubble": prediction.bubble,
@@ -42,7 +42,7 @@ def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
         "memory": {name: int(value) for name, value in prediction.memory.items()},
         "kept_bytes": list(prediction.kept_bytes),
     }
-    return found if prediction.mfu is None else {**found, "mfu": prediction.mfu}
+    return entries if prediction.mfu is None else {**entries, "mfu": prediction.mfu}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def as_line(compared: Mapping[str, Any]) -> str:
 
 
 def is_elsewhere(compared: Mapping[str, Any]) -> bool:
-    """Check whether a run used another kind of device than its plan is for."""
+    """Return True if a run used another kind of device than its plan is for."""
     kinds = compared.get("device_kind") or {}
     return kinds.get("predicted") not in (None, kinds.get("measured"))
 
@@ -117,8 +117,8 @@ def against(measured: float, predicted: float) -> str:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+    known = list(values)
+    return median(known) if known else None
 
 
 def account_of(files: RunFiles) -> Account:

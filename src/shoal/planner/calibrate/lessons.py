@@ -46,9 +46,9 @@ class Correction:
     def terms(self, predicted: Mapping[str, float]) -> dict[str, float]:
         """Return the corrected terms."""
         factors = self.of_terms
-        found = {term: seconds * factors.get(term, 1.0) for term, seconds in predicted.items()}
-        found["host"] = found.get("host", 0.0) + self.host_seconds
-        return found
+        terms = {term: seconds * factors.get(term, 1.0) for term, seconds in predicted.items()}
+        terms["host"] = terms.get("host", 0.0) + self.host_seconds
+        return terms
 
     def __bool__(self) -> bool:
         return bool(self.factors) or self.host_seconds > 0.0
@@ -118,11 +118,10 @@ def learn(every: Sequence[Observation]) -> Lesson:
         ]
     # If host time is predicted for any run, a factor corrects it. Constant seconds are only for the other case.
     hosts = [one.measured["host"] for one in every if "host" in one.measured and not ratios["host"]]
-    return Lesson(
-        Correction({name: median(found) for name, found in ratios.items() if found}, median(hosts) if hosts else 0.0),
-        {name: len(found) for name, found in ratios.items() if found},
-        together,
-    )
+    known = {name: of_runs for name, of_runs in ratios.items() if of_runs}
+    factors = {name: median(of_runs) for name, of_runs in known.items()}
+    correction = Correction(factors, median(hosts) if hosts else 0.0)
+    return Lesson(correction, {name: len(of_runs) for name, of_runs in known.items()}, together)
 
 
 def _ratio(one: Observation, measured: float, predicted: float) -> float:
@@ -175,8 +174,9 @@ def learn_from(directories: Sequence[str]) -> None:
     """
     by_cluster: dict[str, dict[str, Observation]] = {}
     for text in directories:
-        found = compared(Path(text))
-        by_cluster.setdefault(str(found["cluster"]), {})[str(Path(text).resolve())] = observation(found)
+        comparison = compared(Path(text))
+        runs = by_cluster.setdefault(str(comparison["cluster"]), {})
+        runs[str(Path(text).resolve())] = observation(comparison)
     for cluster, runs in by_cluster.items():
         path = write(cluster, runs)
         every = observations(cluster)
@@ -198,7 +198,7 @@ def _runs(number: int) -> str:
 
 def _lines(every: Sequence[Observation], lesson: Lesson) -> list[str]:
     """Return a line per part of a step: measured and predicted seconds, and the resulting correction."""
-    found = []
+    lines, correction = [], lesson.correction
     for part in PARTS:
         timed = [run for run in every if part in run.measured]
         if not timed:
@@ -206,31 +206,26 @@ def _lines(every: Sequence[Observation], lesson: Lesson) -> list[str]:
         names = [name for name, (_, of) in CORRECTED.items() if of == part]
         measured = median(run.measured[part] for run in timed)
         predicted = median(sum(run.of(name) for name in names) for run in timed)
-        step = median(run.step_seconds for run in timed)
-        found.append(
-            f"{part:<13} {measured * 1e3:9.2f} ms, predicted {predicted * 1e3:9.2f}: "
-            + _verdict(names, lesson, max(measured, predicted) < LEAST_SHARE * step)
-        )
+        factors = [
+            f"{name + ' ' if len(names) > 1 else ''}x {correction.factors[name]:.2f} ({_runs(lesson.num_runs[name])})"
+            for name in names
+            if name in correction.factors
+        ]
+        if factors:
+            verdict = ", ".join(factors)
+        elif names == ["host"] and correction.host_seconds:
+            verdict = f"{correction.host_seconds * 1e3:.2f} ms are added to every step"
+        elif max(measured, predicted) < LEAST_SHARE * median(run.step_seconds for run in timed):
+            verdict = f"under {LEAST_SHARE:.1%} of a step"
+        else:
+            verdict = "not corrected: nothing was predicted to multiply"
+        lines.append(f"{part:<13} {measured * 1e3:9.2f} ms, predicted {predicted * 1e3:9.2f}: {verdict}")
     if lesson.together:
-        found.append(
+        lines.append(
             "exchanges inside of a forward or backward cannot be told from computing by these runs: one factor "
             "for both; a run on one device, or with a data axis alone, would tell them apart"
         )
-    return found
-
-
-def _verdict(names: Sequence[str], lesson: Lesson, is_little: bool) -> str:
-    factors = lesson.correction.factors
-    told = [
-        f"{name + ' ' if len(names) > 1 else ''}x {factors[name]:.2f} ({_runs(lesson.num_runs[name])})"
-        for name in names
-        if name in factors
-    ]
-    if told:
-        return ", ".join(told)
-    if names == ["host"] and lesson.correction.host_seconds:
-        return f"{lesson.correction.host_seconds * 1e3:.2f} ms are added to every step"
-    return f"under {LEAST_SHARE:.1%} of a step" if is_little else "not corrected: nothing was predicted to multiply"
+    return lines
 
 
 def compared(directory: Path) -> dict[str, Any]:
@@ -239,24 +234,24 @@ def compared(directory: Path) -> dict[str, Any]:
     Raises: RunDirectoryError if the result has no usable comparison.
     """
     result = read_json(RunDirectory(directory).result)
-    found = (result or {}).get("prediction")
-    measured = found and found["step_seconds"]["measured"]
-    if not found or not found.get("cluster") or not measured or not found.get("terms"):
+    comparison = (result or {}).get("prediction")
+    measured = comparison and comparison["step_seconds"]["measured"]
+    if not comparison or not comparison.get("cluster") or not measured or not comparison.get("terms"):
         conflict = "there is no result.json in it" if result is None else "its run had no prediction to compare with"
         remedy = "give the directory of a run of a plan that `shoal plan` wrote: shoal run JOBFILE --plan plan.toml"
-    elif is_elsewhere(found):
-        kinds = found["device_kind"]
+    elif is_elsewhere(comparison):
+        kinds = comparison["device_kind"]
         conflict = (
-            f"its plan is for {found['cluster']}, a cluster of {kinds['predicted']}s, and it ran on a "
+            f"its plan is for {comparison['cluster']}, a cluster of {kinds['predicted']}s, and it ran on a "
             f"{kinds['measured']}, which says nothing about that cluster"
         )
         remedy = "give the directory of a run on that cluster; of this machine: shoal plan JOBFILE --cluster here"
-    elif found["num_steps"] < LEAST_STEPS:
+    elif comparison["num_steps"] < LEAST_STEPS:
         conflict = (
-            f"its run measured {found['num_steps']} steps after the first ones, and fewer than {LEAST_STEPS} "
+            f"its run measured {comparison['num_steps']} steps after the first ones, and fewer than {LEAST_STEPS} "
             "tell more of the start than of a step"
         )
         remedy = "run more of them, 50 say: shoal run JOBFILE --plan plan.toml --steps 50"
     else:
-        return dict(found)
+        return dict(comparison)
     raise RunDirectoryError(given=f"--learn {directory}", conflict=conflict, remedy=remedy)

@@ -51,7 +51,7 @@ class Measured:
             key = row["name"], float(row["size"])
             samples.setdefault(key, []).extend(row["seconds"])
             works[key] = row["work"]
-        spreads = {key: Quantiles.of(found) for key, found in samples.items() if found}
+        spreads = {key: Quantiles.of(seconds) for key, seconds in samples.items() if seconds}
         return cls(len(documents), documents[0]["facts"], spreads, works)
 
     def of_name(self, name: str) -> dict[float, float]:
@@ -93,7 +93,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     weights = _weights(measured, product)
     copy = measured.one("host_copy")
     alone = measured.rates("alone", bare)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "memory_bytes_per_second": memory,
         "flops": flops,
@@ -130,13 +130,13 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         "reserved_bytes": int(measured.facts["resident_bytes"]),
         "multiprocessors": int(measured.facts.get("multiprocessors", 0)),
     }
-    found = {key: value for key, value in found.items() if value}
-    sources = dict.fromkeys(found, source)
+    values = {key: value for key, value in values.items() if value}
+    sources = dict.fromkeys(values, source)
     if known is None:
-        return Device(name=name, kind=measured.facts["kind"], sources=sources, **found)
-    found["flops"], found["matmul"] = {**known.flops, **flops}, {**known.matmul, **found["matmul"]}
+        return Device(name=name, kind=measured.facts["kind"], sources=sources, **values)
+    values["flops"], values["matmul"] = {**known.flops, **flops}, {**known.matmul, **values["matmul"]}
     sources["flops"] = known.sources["flops"]
-    return replace(known, sources={**known.sources, **sources}, **found)
+    return replace(known, sources={**known.sources, **sources}, **values)
 
 
 def _rates(measured: Measured, prefix: str, overhead: float) -> dict[str, dict[float, float]]:
@@ -151,24 +151,24 @@ def _windows(
     measured: Measured, overhead: float, flops: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """Return fractions of the peak by kind and window, without the time of `weights` (seconds per byte)."""
-    found: dict[str, dict[str, float]] = {}
+    windows: dict[str, dict[str, float]] = {}
     for name in measured.names("window."):
         kind, _, window = name.partition(":")
         ((work, seconds),) = measured.timed(f"window.{name}", overhead)
         seconds = max(seconds - weights.get(kind, 0.0) * weight_bytes(window), (1 - _MOST_OVERHEAD) * seconds)
-        found.setdefault(kind, {})[window] = round(work / seconds / flops[kind.partition("_")[0]], 4)
-    return found
+        windows.setdefault(kind, {})[window] = round(work / seconds / flops[kind.partition("_")[0]], 4)
+    return windows
 
 
 def _weights(measured: Measured, overhead: float) -> dict[str, float]:
     """Return the seconds per byte of convolution weights by kind, from the line through many and few images."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for name in measured.names("weights."):
         kind, _, window = name.partition(":")
         ((few, quick),) = measured.timed(f"weights.{name}", overhead)
         ((many, slow),) = measured.timed(f"window.{name}", overhead)
-        found[kind] = max(0.0, (quick * many - slow * few) / (many - few)) / weight_bytes(window)
-    return found
+        weights[kind] = max(0.0, (quick * many - slow * few) / (many - few)) / weight_bytes(window)
+    return weights
 
 
 def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: bool) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: boo
 
     The backward's time is the time of both passes minus the forward's.
     """
-    found: dict[str, Any] = {}
+    fractions: dict[str, Any] = {}
     for dtype in sorted({name.partition(".")[0] for name in measured.names("attention.")}):
         forward, both = (f"attention.{dtype}.{part}" for part in ("forward", "both"))
         shares: dict[str, dict[float, float]] = {"flash2_forward": {}, "flash2_backward": {}}
@@ -188,8 +188,8 @@ def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: boo
                 shares["flash2_backward"][size] = (more - work) / (rest - seconds) / flops[dtype]
         for phase, share in shares.items():
             if share:
-                found[phase] = _curve(share, 1.0) if by_length else round(next(iter(share.values())), 4)
-    return found
+                fractions[phase] = _curve(share, 1.0) if by_length else round(next(iter(share.values())), 4)
+    return fractions
 
 
 def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
@@ -222,13 +222,13 @@ def divided_of(
     """
     if host is None or group is None:
         return {}
-    found, (of_tensor, of_step) = _besides(measured, dispatch), _EXCHANGES[axis]
+    costs, (of_tensor, of_step) = _besides(measured, dispatch), _EXCHANGES[axis]
     once = 3 * (host.call_seconds + 2 * (measured.ranks - 1) * host.latency_seconds)
     once += of_step * (host.call_seconds + host.latency_seconds)
     each = of_tensor * (group.call_seconds + (measured.ranks - 1) * group.latency_seconds)
     return {
-        "step_seconds": max(0.0, found["step_seconds"] - once),
-        "tensor_seconds": max(0.0, found["tensor_seconds"] - each),
+        "step_seconds": max(0.0, costs["step_seconds"] - once),
+        "tensor_seconds": max(0.0, costs["tensor_seconds"] - each),
         "reserved_bytes": float(measured.facts["resident_bytes"]),
     }
 
@@ -238,7 +238,7 @@ def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
 
     The smallest all_reduce of each algorithm gives its call cost.
     """
-    found, n = {}, measured.ranks
+    links, n = {}, measured.ranks
     for name in measured.names("algorithm."):
         seconds = measured.of_name(f"algorithm.{name}")
         call = min(seconds.values())
@@ -249,9 +249,9 @@ def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
         peak = max(rates.values())
         keys = ("bytes_per_second", "call_seconds", "bandwidth")
         words = f"{name} between {n} processes of one host"
-        found[name] = Link(words, peak, 0.0, call, _curve(rates, peak), sources=dict.fromkeys(keys, source))
+        links[name] = Link(words, peak, 0.0, call, _curve(rates, peak), sources=dict.fromkeys(keys, source))
     group = link_of(measured, f"a process group in shared memory of {n} processes", source, "group")
-    return {**found, PROCESS_GROUP: group} if group is not None else found
+    return {**links, PROCESS_GROUP: group} if group is not None else links
 
 
 def link_of(measured: Measured, name: str, source: str, probes: str = "exchange") -> Link | None:
@@ -279,7 +279,7 @@ def link_of(measured: Measured, name: str, source: str, probes: str = "exchange"
         for kind in hops
     }
     peak = max(rates["all_reduce"].values())
-    curves = {kind: _curve(found, peak) for kind, found in rates.items() if found}
+    curves = {kind: _curve(by_size, peak) for kind, by_size in rates.items() if by_size}
     keys = ("bytes_per_second", "latency_seconds", "call_seconds", "bandwidth", "collectives")
     return Link(
         name=name,

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import CommandError
+from shoal.errors import CommandError, LaunchError
 from shoal.hardware.detect import cores, processor
 from shoal.hardware.fastest_all_reduce import comparison_file
-from shoal.planner.measure.processes import results_of
+from shoal.launch.supervise.ranks import LocalRun, launch
 from shoal.report.html import Series, Spot, chart
 from shoal.runs.directory import write_file
 
@@ -62,7 +62,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> i
             conflict="one process has nobody to exchange anything with",
             remedy="write --ranks 2",
         )
-    compared = measured(ranks, sizes)
+    compared = compare(ranks, sizes)
     print(table(compared))
     document = json.dumps(calibration(compared), indent=1) + "\n"
     own_file = comparison_file(ranks)
@@ -90,7 +90,7 @@ def parse_sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def measured(ranks: int, sizes: Sequence[int]) -> Compared:
+def compare(ranks: int, sizes: Sequence[int]) -> Compared:
     """Measure all available algorithms and MPI libraries in rounds. Raises: errors of shoal's own ranks."""
     seconds: dict[str, dict[int, list[float]]] = {}
     libraries = list(_mpi_commands(ranks))
@@ -202,3 +202,27 @@ def _size(size: float) -> str:
         if size >= factor and size % factor == 0:
             return f"{size // factor:g} {unit}"
     return f"{size:g} B"
+
+
+# -------------------------------------------------------------------------------------------------- benchmark processes
+
+
+def results_of(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
+    """Run `shoal bench WHAT` on `ranks` ranks and return each rank's results, in order.
+
+    `task`: JSON values for the ranks, which also get a folder and their threads. `named`: the benchmark, for errors.
+    Raises: the error of a rank; LaunchError if the ranks ended without one.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        request = json.dumps({**task, "folder": folder, "threads": threads})
+        logs = Path(folder) / "none" / "logs"
+        code, error, _ = launch(LocalRun(["bench", what], ranks, threads, logs, request=request))
+        if error is not None:
+            raise error
+        if code:
+            raise LaunchError(
+                given=named,
+                conflict=f"it ended with code {code}",
+                remedy=f"run shoal bench {what} again; nothing was written",
+            )
+        return [json.loads((Path(folder) / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]

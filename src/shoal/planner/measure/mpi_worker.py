@@ -32,15 +32,15 @@ def main() -> None:
         call()
         once = world.allreduce(time.perf_counter() - began) / world.size
         count = max(1, min(200, int(float(seconds) / once)))
-        found = []
+        rounds = []
         for _ in range(int(samples)):
             world.Barrier()
             call()
             began = time.perf_counter()
             for _ in range(count):
                 call()
-            found.append(world.allreduce((time.perf_counter() - began) / count, op=MPI.MAX))
-        rows.append({"size": size, "seconds": found})
+            rounds.append(world.allreduce((time.perf_counter() - began) / count, op=MPI.MAX))
+        rows.append({"size": size, "seconds": rounds})
     if world.rank == 0:
         name = MPI.Get_library_version().splitlines()[0].split(",")[0][:40]
         Path(file).write_text(json.dumps({"library": name, "rows": rows}), encoding="utf-8")

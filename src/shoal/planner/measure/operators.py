@@ -80,14 +80,14 @@ def _rows() -> Iterator[Make]:
     yield lambda: partial(_aten.embedding_dense_backward, _matrix(), classes, _WIDTH, -1, False)
 
 
-def _images(made: Callable[..., Tensor]) -> Iterator[Make]:
+def _images(random: Callable[..., Tensor]) -> Iterator[Make]:
     channels = _IMAGES[1]
 
     def image() -> Tensor:
-        return made(*_IMAGES)
+        return random(*_IMAGES)
 
     def pooled() -> Tensor:
-        return made(*_IMAGES[:2], _IMAGES[2] // 2, _IMAGES[3] // 2)
+        return random(*_IMAGES[:2], _IMAGES[2] // 2, _IMAGES[3] // 2)
 
     def norm_backward() -> Call:
         x, weight, nothing = image(), torch.ones(channels), torch.zeros(channels)

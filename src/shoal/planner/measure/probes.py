@@ -204,8 +204,8 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
         channels, filters, taps, side = image
         window = (channels, filters, taps, side, 1)
         size = intensity(_IMAGES_A_BATCH * side * side, taps * taps * channels, filters)
-        work, made = _convolution(phase, window, _IMAGES_A_BATCH, partial(_tensor, device=device, dtype=dtype))
-        return Probe(f"convolution.{dtype}{phase}", work, lambda: _as(dtype, device, made()), size=size)
+        work, make = _convolution(phase, window, _IMAGES_A_BATCH, partial(_tensor, device=device, dtype=dtype))
+        return Probe(f"convolution.{dtype}{phase}", work, lambda: _as(dtype, device, make()), size=size)
 
     for phase in _PHASES:
         yield from (probe(phase, image) for image in _IMAGES)
@@ -213,8 +213,8 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _windows(device: torch.device) -> Iterator[Probe]:
     def probe(name: str, phase: str, window: Window, images: int, kind: str = "float32") -> Probe:
-        work, made = _convolution(phase, window, images, partial(_tensor, device=device), last=kind != "float32")
-        return Probe(f"{name}.{kind}{phase}:{'-'.join(map(str, window))}", work, made)
+        work, make = _convolution(phase, window, images, partial(_tensor, device=device), last=kind != "float32")
+        return Probe(f"{name}.{kind}{phase}:{'-'.join(map(str, window))}", work, make)
 
     last = f"float32{CHANNELS_LAST}"
     yield from (probe("window", phase, window, _FEW_IMAGES, last) for phase in _PHASES for window in _WINDOWS_LAST)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
-from shoal.hardware.fastest_all_reduce import ALGORITHMS
+from shoal.hardware.fastest_all_reduce import ALGORITHMS, shares_memory
+from shoal.hardware.values import SHARED_MEMORY
+from shoal.jobs.job import Job, Steps
 from shoal.launch.environment import Environment
 from shoal.planner.measure.probes import (
+    LAYER_OPERATORS,
     Probe,
     algorithms,
     alone,
@@ -33,9 +37,12 @@ from shoal.planner.measure.probes import (
     sample,
     sample_together,
 )
-from shoal.planner.measure.steps import steps
-from shoal.plans.plan import Layout
+from shoal.plans.plan import Layout, Plan
+from shoal.plans.resolve import complete
 from shoal.runs.directory import write_file
+from shoal.training.observe.metering import StepMeter
+from shoal.training.observe.step_records import RecordWriter, Surroundings
+from shoal.training.setup.engine import Options, build
 from shoal.training.step_clock import peak_memory_bytes
 
 _EXCHANGE_SECONDS = 0.15  # approximate time for one size of one kind
@@ -66,14 +73,14 @@ class Budget:
         self._seen: dict[str, dict[float, float]] = {}
 
     def over(self, mesh: Mesh) -> bool:
-        """Check whether any rank has used up its time, for example because other programs use the cores.
+        """Return True if any rank has used up its time, for example because other programs use the cores.
 
         Collective: all ranks.
         """
         return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
 
     def allows(self, probe: Probe) -> bool:
-        """Check whether a call is likely short enough, from the line through the two largest probes of its name."""
+        """Return True if a call is likely short enough, from the line through the two largest probes of its name."""
         seen = sorted(self._seen.get(probe.name, {}).items())[-2:]
         if not seen or probe.work <= seen[-1][0]:
             return True
@@ -188,6 +195,81 @@ def _facts(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------- steps of models that compute almost nothing
+
+# Layers of the two models, whose difference gives the cost for each parameter.
+FEW, MANY = 1, 25
+_WIDTH, _GRAINS, _WARM_UP, _STEPS, _QUICK_STEPS = 8, 8, 5, 60, 15
+_PAIR = 2  # layers of a block: a tensor axis cuts one by its outputs and one by its inputs
+
+
+def step_operators(layers: int) -> int:
+    """Return the operators of a step of `layers` layers as a profile counts them.
+
+    They are not traced here, so that the process uses no more memory than a run.
+    """
+    return LAYER_OPERATORS * layers + 1
+
+
+def steps(mesh: Mesh, quick: bool, axis: str = "data") -> Iterator[dict[str, Any]]:
+    """Yield rows of seconds per step by a model's number of parameters; their work is the number of operators.
+
+    `axis`: the mesh axis of all ranks. Collective: all ranks.
+    """
+    for layers in (FEW, MANY) if axis == "data" else (_PAIR * mesh.world_size, MANY - 1):
+        job = Job(
+            model=functools.partial(_model if axis == "data" else _blocks, layers),
+            loss=_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
+            train_data=torch.utils.data.TensorDataset(torch.ones(64, _WIDTH)),
+            global_batch=_GRAINS,
+            grains=_GRAINS,
+            length=Steps(10_000),
+        )
+        # One microbatch per rank, or one per stage on the pipeline axis.
+        ranks = mesh.world_size
+        shares = ranks if axis in ("data", "shard", "pipeline") else 1
+        document: dict[str, Any] = {
+            "layout": {axis: ranks},
+            "batch": {"grains_per_microbatch": job.num_grains // shares},
+        }
+        if axis == "shard":
+            document["shard"] = {"level": "parameters"}
+        if axis != "pipeline" and shares_memory(ranks):
+            document["collectives"] = {"all_reduce": SHARED_MEMORY}
+        meter, count = StepMeter(), _WARM_UP + (_QUICK_STEPS if quick else _STEPS)
+        plan = complete(Plan().with_sections(**document), job.num_grains, job.grain_size)
+        engine = build(job, plan, mesh, Options(observer=meter))
+        around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
+        try:
+            with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
+                meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, [])
+                records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
+                with contextlib.closing(records):
+                    outcome = engine.trainer(None, count, around, records).train()
+        finally:
+            meter.close()
+            engine.close()
+        seconds = outcome.step_seconds[_WARM_UP:]
+        yield {"name": "step", "size": 2 * layers, "work": float(step_operators(layers)), "seconds": seconds}
+
+
+def _unheard(*reports: object) -> None:
+    """Ignore reports from this training."""
+
+
+def _model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
+
+
+def _blocks(layers: int) -> nn.Module:
+    return nn.Sequential(*(_model(_PAIR) for _ in range(layers // _PAIR)))
+
+
+def _loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+    return model(batch[0]).sum(), len(batch[0])
+
+
 # --------------------------------------------------------------------------------------------------------- collectives
 
 
@@ -211,9 +293,11 @@ def measure_collectives(sampling: Sampling, environment: Environment) -> None:
         for size in sampling.sizes:
             numel = max(1, size // 4)
             tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
-            calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
+            calls: dict[str, Callable[[], object]] = {
+                n: functools.partial(opened[n].all_reduce, t) for n, t in tensors.items()
+            }
             # Tensors that the algorithm did not allocate go through its staging areas.
-            calls["shared_memory, copied"] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
+            calls["shared_memory, copied"] = functools.partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
             counts: dict[str, int] = {}  # calls in a sample, the same on all ranks
             for name, call in calls.items():
                 call()

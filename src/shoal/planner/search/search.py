@@ -325,7 +325,7 @@ class Search:
             for node in siblings:
                 if wanted.limit.allows((node.place or node.layouts.first).devices, node.seconds):
                     # Among equal keys predicted plans leave last and in order of simplicity, so that all are known.
-                    rank = simplicity(node.candidate.plan) if node.candidate is not None else ()
+                    rank = node.candidate.rank[1] if node.candidate is not None else ()
                     heapq.heappush(queue, (node.key(aim), rank, next(numbers), node, siblings))
                     return
 
@@ -423,7 +423,7 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
 
 def simplest(close: Sequence[Candidate]) -> Candidate:
     """Return the simplest candidate."""
-    return min(close, key=lambda candidate: simplicity(candidate.plan))
+    return min(close, key=lambda candidate: candidate.rank[1])
 
 
 def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:

@@ -181,7 +181,7 @@ class Space:
     def refusal(self, plan: Plan) -> str | None:
         """Return the reason why a plan is illegal, or None if it is legal."""
         general = set() if self.engine else set(excluded(plan))
-        return next((found.conflict for found in conflicts(plan, self.facts) if found not in general), None)
+        return next((one.conflict for one in conflicts(plan, self.facts) if one not in general), None)
 
     def share(self, place: Degrees) -> int:
         """Return the grains of the rank with most grains."""

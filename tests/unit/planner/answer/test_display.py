@@ -14,8 +14,7 @@ from shoal.errors import PlanError
 from shoal.planner.answer.answer import answer
 from shoal.planner.answer.display import SearchResult, best_rows, curve_rows, hints, key_rows, show
 from shoal.planner.answer.outlook import GRAPH, Case, Change, Question
-from shoal.planner.predict.error_bar import error_bar, likeness
-from shoal.planner.predict.workload import Workload
+from shoal.planner.predict.workload import Workload, error_bar, likeness
 from shoal.planner.search.search import Aim
 from shoal.planner.search.space import Space, counts, illegal
 from shoal.plans.plan import Plan

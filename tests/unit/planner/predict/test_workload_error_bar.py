@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from shoal.planner.predict.error_bar import ANY, FEWEST_ROWS, Likeness, error_bar, likeness, of_device
+from shoal.planner.predict.workload import ANY, FEWEST_ROWS, Likeness, error_bar, likeness, of_device
 from shoal.plans.plan import LayoutSection
 
 
