@@ -257,6 +257,15 @@ def counted() -> shoal.Job:
 
 # --------------------------------------------------------------------------------------------------- loops of one's own
 
+
+class Ending(shoal.Callback):
+    """Ends the training after its second step."""
+
+    def on_step(self, run: Any, record: Any) -> None:
+        if record.step == 2:
+            run.request_end("two are enough")
+
+
 LOOPS: dict[str, dict[str, Any]] = {
     "": {},
     "global_batch": {"global_batch": 32},
@@ -281,6 +290,9 @@ LOOPS: dict[str, dict[str, Any]] = {
     "keep_checkpoints 0": {"checkpoints": "kept", "keep_checkpoints": 0},
     "resume": {"checkpoints": "out/kept", "resume": True},
     "resume without checkpoints": {"resume": True},
+    "callbacks": {"callbacks": [shoal.LossSpikes(), Ending()]},
+    "callbacks: no object": {"callbacks": [shoal.EMA]},
+    "callbacks: KeepBest": {"callbacks": [shoal.KeepBest("loss")]},
     "exact": {"exact": True},
     "precision": {"precision": "bf16"},
     "allow_state": {"allow_state": ("calls",)},

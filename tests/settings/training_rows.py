@@ -166,6 +166,9 @@ SESSION: Table = {
         loop("skip_nonfinite; poisoned"), OWN, lambda ended: len(steps(ended)) == 4 and steps(ended)
     ),
     "skip_nonfinite: without": Refuses(STOPPED, "Session(skip_nonfinite=True)"),
+    "callbacks": Acts(loop("callbacks"), OWN, lambda ended: len(ended.result["steps"]), 2),
+    "callbacks: no object": Refuses(loop("callbacks: no object"), "a callback is an object with hooks"),
+    "callbacks: the best": Refuses(loop("callbacks: KeepBest"), "KeepBest without checkpoints"),
     "checkpoints": Acts(loop("checkpoints"), OWN, lambda ended: (ended.folder / "kept").exists(), True),
     "checkpoint_every": Acts(loop("checkpoint_every"), loop("checkpoints"), num_kept, 3),
     "checkpoint_every: none": Refuses(loop("checkpoint_every 0"), "checkpoint_every is a whole number of at least 1"),

@@ -186,14 +186,7 @@ class Job:
     @property
     def watched(self) -> tuple[str, bool] | None:
         """The metric that selects the best checkpoint, and whether larger is better; None if none is watched."""
-        watch = next(iter(self._watches()), None)
-        name, _, best = (watch or "").rpartition(":")
-        return (name, best == "max") if watch is not None else None
-
-    def _watches(self) -> list[str]:
-        """Return the distinct values of `watch` on the job and on callbacks such as KeepBest."""
-        said = [self.watch, *(getattr(callback, "watch", None) for callback in self.callbacks)]
-        return list(dict.fromkeys(watch for watch in said if watch is not None))
+        return watched_by(self.callbacks, self.watch)
 
     @property
     def evaluation_sets(self) -> dict[str, Any]:
@@ -260,6 +253,17 @@ class Job:
             "allow_state": sorted(self.allow_state),
             "buffers": dict(self.buffers),
         }
+
+
+def watched_by(callbacks: Sequence[Any], watch: str | None = None) -> tuple[str, bool] | None:
+    """Return the metric that `watch` or a callback such as KeepBest watches, and whether larger is better, or None."""
+    name, _, best = next(iter(_watches(callbacks, watch)), "").rpartition(":")
+    return (name, best == "max") if name else None
+
+
+def _watches(callbacks: Sequence[Any], watch: str | None = None) -> list[str]:
+    said = [watch, *(getattr(callback, "watch", None) for callback in callbacks)]
+    return list(dict.fromkeys(watch for watch in said if watch is not None))
 
 
 def named_metric(evaluation_set: str, metric: str) -> str:
@@ -354,19 +358,26 @@ def _clipping(job: Job) -> Iterator[Mistake]:
 _HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "metric_names", "mistakes")
 
 
-def _hooks(job: Job) -> Iterator[Mistake]:
-    if not isinstance(job.callbacks, Sequence):
-        yield f"callbacks={job.callbacks!r:.60}", "callbacks are a list", "write callbacks=[shoal.EMA(0.999)], say"
+def callback_mistakes(callbacks: Any, watch: str | None = None) -> Iterator[Mistake]:
+    """Yield the mistakes in a list of callbacks that do not depend on the metrics. `watch`: as in a Job."""
+    if not isinstance(callbacks, Sequence):
+        yield f"callbacks={callbacks!r:.60}", "callbacks are a list", "write callbacks=[shoal.EMA(0.999)], say"
         return
-    for number, callback in enumerate(job.callbacks):
+    for number, callback in enumerate(callbacks):
         if isinstance(callback, type) or not all(callable(getattr(callback, hook, None)) for hook in _HOOKS):
             what = f"callbacks[{number}]={callback!r:.60}"
             yield what, "a callback is an object with hooks", "derive its class from shoal.Callback, and give an object"
-        elif isinstance(job.metrics, Mapping):
-            yield from callback.mistakes(job)
-    if len(job._watches()) > 1:
-        said = " and ".join(map(repr, job._watches()))
+    if len(watches := _watches(callbacks, watch)) > 1:
+        said = " and ".join(map(repr, watches))
         yield f"watch={said}", "one metric decides which checkpoint is the best", "keep one of watch and KeepBest"
+
+
+def _hooks(job: Job) -> Iterator[Mistake]:
+    mistakes = list(callback_mistakes(job.callbacks, job.watch))
+    yield from mistakes
+    if not mistakes and isinstance(job.metrics, Mapping):
+        for callback in job.callbacks:
+            yield from callback.mistakes(job)
 
 
 def _others(job: Job) -> Iterator[Mistake]:

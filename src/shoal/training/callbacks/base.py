@@ -41,7 +41,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Constant facts about a run: its job, plan, ranks, directory, settings and description."""
+    """Constant facts about a run: its job, plan, ranks, directory, settings and description.
+
+    `own_loop`: the training is a Session, and the user's loop evaluates.
+    """
 
     job: Job
     plan: Plan
@@ -51,6 +54,7 @@ class RunFacts:
     out: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
+    own_loop: bool = False
 
 
 class RunControl:
@@ -59,7 +63,7 @@ class RunControl:
     All ranks follow a request at the step boundary at which it is made, even if only one rank makes it.
 
     Attributes:
-        job: the job that is trained.
+        job: the job that is trained. A Session's job has its numbers, and no functions.
         plan: the plan of the run.
         rank: this process's rank. Use rank 0 for files and networks.
         world_size: number of ranks.
@@ -67,7 +71,7 @@ class RunControl:
         out: the run directory, or None.
         settings: the arguments of the job function.
         description: the content of `job.json`.
-        metric_names: names of the metrics of an evaluation.
+        metric_names: names of the metrics of an evaluation; empty in a Session, whose loop chooses them.
         divided: True if this rank lacks some of the model's parameters, as under ZeRO-2, ZeRO-3 or tensor parallelism.
     """
 
@@ -86,7 +90,8 @@ class RunControl:
         """Take the facts and the parts. `gives`: called before a hook gets the "model" or its "parameters"."""
         self.job, self.plan, self.rank, self.world_size = facts.job, facts.plan, facts.rank, facts.world_size
         self.num_steps, self.out, self.settings = facts.num_steps, facts.out, facts.settings
-        self.description, self.metric_names, self.divided = facts.description, facts.job.metric_names, model.divided
+        self.description, self.divided, self._own_loop = facts.description, model.divided, facts.own_loop
+        self.metric_names = () if facts.own_loop else facts.job.metric_names
         self._model, self._build, self._gives, self._print_line = model, build, gives, print_line
         self._events, self._barrier, self._state = events, barrier, state
         self.request_bits, self.reasons = 0, dict[str, str]()
@@ -180,7 +185,13 @@ class RunControl:
             self._events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
 
     def request_evaluation(self) -> None:
-        """Request an evaluation now, unless this step was evaluated."""
+        """Request an evaluation now, unless this step was evaluated. Raises: JobError in a Session."""
+        if self._own_loop:
+            raise JobError(
+                given="run.request_evaluation() in a Session",
+                conflict="a loop of your own evaluates, with the data and metrics that it chooses",
+                remedy="write session.evaluate(dataset, metrics) in the loop; its result comes to on_evaluation",
+            )
         self.request_bits |= _permitted(self.caller, EVALUATE)
 
     def request_checkpoint(self) -> None:

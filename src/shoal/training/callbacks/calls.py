@@ -292,20 +292,32 @@ class CallbackCalls:
             self._call("on_end", Ending(status, self._active.state.step, dict(metrics), by["reason"] if by else None))
             self.settle(mesh, 0)
 
-    def failed(self, error: Exception) -> None:
-        """Call `on_end` of a training that has failed, maybe on this rank alone."""
-        shown = as_shoal_error(error)
-        ending = Ending("failed", self._active.state.step, {}, error=str(shown))
+    def end(
+        self,
+        status: str,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        reason: str | None = None,
+        error: Exception | None = None,
+    ) -> ShoalError | None:
+        """Call `on_end` without a meeting of the ranks, note failures, and return a required callback's error.
+
+        `error`: why the training has failed, maybe on this rank alone.
+        """
         if self._run is None:
-            return
-        if not shown.everywhere:
+            return None
+        shown = as_shoal_error(error) if error is not None else None
+        if shown is not None and not shown.everywhere:
             self._run.failed_alone = True
             self._barrier.leave()
+        text = str(shown) if shown is not None else None
         before = len(self._active.failures)
-        with contextlib.suppress(JobError):  # a hook that changes the model: the run has already failed
-            self._call("on_end", ending)
-        for failure in self._active.failures[before:]:
+        with contextlib.suppress(JobError):  # a hook that changes the model: nothing reads the model any more
+            self._call("on_end", Ending(status, self._active.state.step, metrics or {}, reason, text))
+        failures, errors = self._active.failures[before:], self._active.errors
+        for failure in failures:
             self._run.note(f"callback {failure['key']} raised in on_end on {failure['where']}: {failure['said']}")
+        return next((errors[failure["key"]] for failure in failures if failure["key"] in errors), None)
 
     def _call(self, hook: str, *arguments: Any) -> None:
         if self._run is None:

@@ -39,7 +39,9 @@ class EarlyStopping(Callback):
         self._judge(run)
 
     def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
-        value = metrics.get(self.metric, math.nan)
+        if self.metric not in metrics:  # another evaluation of a Session's loop
+            return
+        value = metrics[self.metric]
         sign = 1.0 if self.mode == "max" else -1.0
         if math.isfinite(value) and (self.best is None or sign * (value - self.best) > self.min_delta):
             self.best, self.waited = value, 0

@@ -77,7 +77,7 @@ class Trainer:
             parts.keeper.rescue(shown, self.state, torn)
             while self._records.waiting:  # records of the last good steps, still without other ranks' measures
                 self._records.write()
-            callbacks.failed(shown)
+            callbacks.end("failed", error=shown)
             raise shown from error
         last = agree(self._mesh, Report(asked=NOTICED if parts.loader.incidents else 0, measures=self._measures))
         if last.asked:

@@ -116,7 +116,7 @@ class Conductor:
                 self._look_after()
             assert status is not None
         except Exception as error:
-            callbacks.failed(error)
+            callbacks.end("failed", error=error)
             raise
         finally:
             self._records.write()

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
-from shoal.jobs.job import Job, Progress
+from shoal.jobs.job import Job, Progress, callback_mistakes, watched_by
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.wrappers import refuse_wrapped
+from shoal.training.callbacks.base import Callback
 from shoal.training.update.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
@@ -26,6 +27,11 @@ _PLACES = ("plan", "exact", "precision")
 _ELSEWHERE = {
     "accelerator": "nothing: the device is a GPU where torch sees one",
     "accumulate_grad_batches": "nothing: global_batch is the batch of one update, however it is accumulated",
+    "log_with": 'callbacks=[shoal.track("tensorboard")]',
+    "logger": 'callbacks=[shoal.track("tensorboard")]',
+    "loggers": 'callbacks=[shoal.track("tensorboard")]',
+    "track": 'callbacks=[shoal.track("tensorboard")]',
+    "trackers": 'callbacks=[shoal.track("tensorboard")]',
     "batch_size": "global_batch, of all processes together",
     "devices": "torchrun --nproc-per-node N train.py, or a plan",
     "gradient_accumulation_steps": "nothing: global_batch is the batch of one update, however it is accumulated",
@@ -83,6 +89,7 @@ class TrainingKeywords(TypedDict, total=False):
     fuse: bool
     buffers: Mapping[str, str]
     skip_nonfinite: bool
+    callbacks: Sequence[Callback]
     checkpoints: str | os.PathLike[str] | None
     checkpoint_every: int | None
     keep_checkpoints: int | Literal["all"]
@@ -96,6 +103,7 @@ class Training:
 
     Fields that a Job has, too, are described there. `grains`: None chooses a number that fits model and dataset.
     `fuse`: whether neighboring grains may share a forward; write False for losses that compare the samples of a batch.
+    `callbacks`: hooks into the training, such as shoal.EMA, and trackers: shoal.track("tensorboard").
     `checkpoints`: their directory, or None for no checkpoints. The newest `keep_checkpoints` are kept.
     `checkpoint_every`: steps between checkpoints; None chooses an interval of low cost. `resume`: resume from the
     newest good checkpoint.
@@ -112,6 +120,7 @@ class Training:
     fuse: bool = True
     buffers: Mapping[str, str] = field(default_factory=dict)
     skip_nonfinite: bool = False
+    callbacks: Sequence[Callback] = ()
     checkpoints: str | os.PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int | Literal["all"] = 3
@@ -152,6 +161,13 @@ class Training:
             )
 
         self._refuse_counts()
+        mistake = next(callback_mistakes(self.callbacks), None)
+        best = None if mistake or self.checkpoints is not None else watched_by(self.callbacks)
+        if best is not None:
+            mistake = ("KeepBest without checkpoints", "none are written", 'write checkpoints="runs/mine" too')
+        if mistake is not None:
+            given, conflict, remedy = mistake
+            raise JobError(given=f"Session({given})", conflict=conflict, remedy=remedy)
 
         def unused(*_: Any) -> Any:
             raise AssertionError("a Session's loop computes its own loss")

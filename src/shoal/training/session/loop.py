@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
 import warnings
 import weakref
@@ -15,12 +17,14 @@ from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import Loader, MapLoader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.stream import compare_streams
-from shoal.distributed.agreement import raise_together
-from shoal.distributed.failures import as_shoal_error, is_lost_peer
+from shoal.distributed.agreement import raise_together, together
+from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
-from shoal.jobs.job import Progress
+from shoal.jobs.job import Progress, watched_by
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
+from shoal.training.callbacks.base import RunFacts
+from shoal.training.callbacks.calls import CallbackCalls, Settled
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
@@ -78,12 +82,18 @@ class Loop:
         """
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
         self._mesh = base.mesh
-        records = base.training.checkpoints is not None and base.replay is None
-        self._clock = StepClock(base.mesh.device, enabled=records)
+        self._clock = StepClock(base.mesh.device, enabled=base.records_steps)
         self.passes = BatchPasses(base, prepared, self._clock)
-        self._saving = Saving(base, prepared, self.passes.sharded_model, loader, self.passes.ways.strategy)
+        own = base.training.callbacks if base.replay is None else ()
+        self._callbacks = together(base.mesh, lambda: CallbackCalls(own, base.mesh))
+        model = self.passes.sharded_model
+        self._saving = Saving(base, prepared, model, loader, self.passes.ways.strategy, callbacks=self._callbacks)
         self._records = SessionRecords(base, self._clock, order)
-        self._status = "failed"  # until the loop has ended in another way
+        self.status = "failed"  # until the loop has ended in another way
+        self.error: BaseException | None = None  # why the loop has failed
+        self._has_started = False
+        self._metrics: dict[str, float] = {}  # of evaluations of the current step, which is not counted yet
+        self._is_best = False
         self._guard: Guard | None = None
         self.closed = False
         try:
@@ -113,7 +123,13 @@ class Loop:
         self._loader.seek(state.step, plan.batch.grains_per_microbatch if fuse else 1)
         self.passes.watch()
         num_samples = self._order.num_samples if isinstance(self._loader, MapLoader) else None
-        self._records.begin(state, self.passes.sharded_model, num_samples)
+        model = self.passes.sharded_model
+        around = self._around = self._records.begin(state, model, num_samples)
+        plan, mesh = self._base.plan, self._mesh
+        known = (self._base.job, plan, mesh.rank, mesh.world_size, self._order.num_steps)
+        facts = RunFacts(*known, around.out, around.settings, around.description, own_loop=True)
+        build = functools.partial(copy.deepcopy, model.model)
+        self._callbacks.begin(facts, model, self.passes.every, build, note=around.note, events=around.events)
         return state
 
     def run(self) -> Generator[SessionStep]:
@@ -121,6 +137,8 @@ class Loop:
         self._guard = Guard(self._prepared.optimizers, lambda: self._open)
         try:
             with self.asked.noted(self._saving.keeps):
+                self._has_started = True
+                self._callbacks.start(self.state)
                 while (data := self._next()) is not None:
                     step = SessionStep(self, data)
                     self._data, self._held = data, None
@@ -131,6 +149,9 @@ class Loop:
                         return
                     self._conclude(step)
                 self._end()
+        except BaseException as error:
+            self.error = self.error or error
+            raise
         finally:
             self.close()
 
@@ -142,10 +163,75 @@ class Loop:
         self.closed = True
         if self._guard is not None:
             self._guard.lift()
-        self._records.end(self._status)
+        if isinstance(self.error, Exception):
+            self.status = "failed"
+        if self.error is not None:
+            self.conclude()
+        self._records.end(self.status)
         self._saving.close()
         self._loader.close()
         self.passes.close()
+
+    def conclude(self) -> None:
+        """Call `on_end` of the callbacks once, at an error, or after the evaluations that follow the loop.
+
+        Raises: on this rank, the error of a required callback, if the loop is completed.
+        """
+        if not self._has_started:
+            return
+        self._has_started = False
+        error, by = self.error, self._records.ended_by
+        if self.status != "failed" and not isinstance(error, Exception):
+            failure = self._callbacks.end(self.status, self._records.metrics, reason=by["reason"] if by else None)
+            if failure is not None and self.status == "completed":
+                raise failure
+            return
+        if not isinstance(error, Exception):
+            by_what = f"by a {type(error).__name__}" if error is not None else "without its update"
+            error = RuntimeError(f"step {self.state.step + 1} ended {by_what}")
+        if not isinstance(error, ShoalError) and not is_lost_peer(error):
+            error = user_error("the loop", error)
+        self._callbacks.end("failed", error=error)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Pass the metrics of an evaluation by the loop to callbacks and records, after the step that it belongs to."""
+        if not self._has_started:
+            return
+        if self._turns and not self._over:  # the step is counted when its body ends
+            self._metrics |= metrics
+            return
+        watched, best = watched_by(self._base.training.callbacks), self.state.best
+        self._is_best = watched is not None and self.state.improves(watched, metrics)
+        if self._is_best and (self.closed or self._open):
+            self._is_best, self.state.best = False, best
+            text = (
+                "the best evaluation so far came after the loop, or within batches: its state is not kept as the best"
+            )
+            self._around.note(f"warning: {text}; evaluate in a step's body, after its batches")
+        self._callbacks.evaluated(self.state, metrics)
+        self._records.evaluated(metrics)
+
+    def average(self) -> contextlib.AbstractContextManager[None] | None:
+        """Return the context in which the models have averaged weights that are evaluated as well, or None."""
+        average = self._callbacks.average if self._has_started else None
+        return average.in_place() if average is not None else None
+
+    def _heed(self, meeting: Meeting) -> None:
+        """Follow the requests of any rank's callbacks after a finished step. Collective: all ranks."""
+        settled = Settled()
+        if meeting.requests:
+            try:
+                settled = self._callbacks.settle(self._mesh, meeting.requests)
+            except ShoalError as error:
+                self._fail(error)
+        if settled.checkpoint or self._is_best or meeting.words[0].checkpoint:
+            self._clock.mark("checkpoint")
+            self._saving.regular(self.state, best=self._is_best)
+            self._is_best = False
+            self._clock.mark("other")
+        if settled.end is not None and self._records.ended_by is None:
+            self._records.ended_by = settled.end
+            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
 
     def _next(self) -> StepData | None:
         """Return the next step's data on this rank, or None at the end."""
@@ -156,19 +242,26 @@ class Loop:
         self._clock.begin(self.state.step + 1)
         self._saving.mark()
         self._loader.warn_of_incidents()
-        if isinstance(self._loader, MapLoader):
-            return self._loader.step(self.state.step)
+        is_map, is_first = isinstance(self._loader, MapLoader), not self._known and not self._turns
         data, error = None, None
         try:
             data = self._loader.step(self.state.step)
         except Exception as caught:
+            if is_map:
+                raise
             error = as_shoal_error(caught)
-        if not self._known and not self._turns:  # only before this loop's first update
+        if is_first:
             compare_streams(self._mesh, self._loader)
-        meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
-        if any(word.error for word in meeting.words):
-            self._raise_together(error)
-        if not any(word.has_data for word in meeting.words):
+        meets = not is_map or (is_first and bool(self._callbacks)) or self._is_best
+        while meets or self._callbacks.unagreed:
+            meets = self._callbacks.unagreed = False
+            meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
+            if any(word.error for word in meeting.words):
+                self._raise_together(error)
+            self._heed(meeting)
+        if self._records.ended_by is not None:
+            return None
+        if not is_map and not any(word.has_data for word in meeting.words):
             if self._mesh.rank == 0:
                 text = f"the stream has ended after {self.state.step} of {num_steps} steps"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -240,10 +333,8 @@ class Loop:
             )
         if meeting.differ("groups"):
             self._fail(groups_differ(self._mesh, values, step.number))
-        if meeting.words[0].checkpoint:
-            self._clock.mark("checkpoint")
-            self._saving.regular(self.state)
-            self._clock.mark("other")
+        if not self._turns:
+            self._heed(meeting)
 
     def _microbatches(self) -> Iterator[Microbatch]:
         """Yield the current step's microbatches, and keep them if another pass may read them again."""
@@ -301,7 +392,7 @@ class Loop:
         self._close_pass()
         if self._over or not self._turns:
             self._leave()
-            self._status = "failed"
+            self.status = "failed"
             raise UserCodeError(
                 given=f"step {step.number} was not iterated to its end",
                 conflict="its batches belong to the training",
@@ -320,20 +411,25 @@ class Loop:
         self._known.add(tuple(self._turns))
         self._loader.commit()
         self.state.count(self._sums, self._skipped)
-        self._records.add(self.state, self._sums, self._last_update)
+        record = self._records.add(self.state, self._sums, self._last_update)
         self._turns, self._skipped = [], None
+        metrics, self._metrics = self._metrics, {}
+        if record is not None:
+            self._callbacks.stepped(self.state, record)
+        if metrics:
+            self.evaluated(metrics)
 
     def _leave(self) -> None:
         """End this rank's loop, tell the other ranks, and save the last finished step. Collective: all ranks."""
         self._close_pass()
         if self._over:
             return
-        self._status = "preempted"
+        self.status = "preempted"
         # Whether the interrupted step had all its updates, judged by the updates of earlier steps.
         live = bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
-        if live:
-            self._count()
         try:
+            if live:
+                self._count()
             meeting = self._meet(self._word(leaves=True))
             self._over = True
             self.asked.elsewhere = any(word.asked for word in meeting.words)
@@ -347,17 +443,22 @@ class Loop:
         self._saving.mark()
         meeting = self._meet(self._word(leaves=True))
         self._over = True
-        self._save(live=True, clean=meeting.clean)
+        try:
+            if meeting.requests:  # failures after the last step
+                self._callbacks.settle(self._mesh, meeting.requests)
+        finally:
+            self._save(live=True, clean=meeting.clean)
         if not meeting.clean:
             raise meeting.behind(self.state.step)
-        self._status = "completed"
+        self.status = "completed"
         if any(word.asked for word in meeting.words):
             raise self.asked.end()
 
     def _word(self, leaves: bool = False, **said: Any) -> Word:
         # Nothing can be saved between two updates of a step: a request waits for the last update.
         asked = bool(self.asked.received) and (leaves or not self._turns)
-        return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
+        requests = 0 if self._turns else self._callbacks.request_bits
+        return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, requests=requests, **said)
 
     def _meet(self, word: Word) -> Meeting:
         """Gather all ranks' words. Raises: PeerError if another rank has left; the exception of a requested stop."""
@@ -374,11 +475,13 @@ class Loop:
         self._save(clean=meeting.clean)
         if any(other.leaves for other in meeting.words):
             raise meeting.left(self.state.step)
-        self._status = "preempted"
+        self.status = "preempted"
         raise self.asked.end()
 
     def _save(self, *, live: bool = False, clean: bool = True) -> None:
         """Save the last checkpoint if `clean`: all ranks report the same state. Collective: all ranks."""
+        if self._callbacks.meddled is not None:
+            return
         if self._turns or not clean:
             numbers = sorted({number for chosen in self._turns for number in chosen})
             names = [type(self._prepared.optimizers[number]).__name__ for number in numbers]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import signal
 import sys
@@ -97,6 +99,7 @@ class Word:
     `leaves`: the rank's loop has ended. `asked`: a signal requested a stop. `error`: the rank's data could not be read.
     `step`: number of finished steps. `clean`: the state is exactly the state after these steps.
     `passes`: the optimizers of the pass that begins, one bit each. `groups`: a hash of their groups' values.
+    `requests`: the requests of callbacks, one bit each.
     """
 
     leaves: float = False
@@ -108,6 +111,7 @@ class Word:
     step: float = 0
     passes: float = 0
     groups: float = 0
+    requests: float = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,11 @@ class Meeting:
     def ends(self) -> bool:
         """Whether any rank leaves, or was requested to stop."""
         return any(word.leaves or word.asked for word in self.words)
+
+    @property
+    def requests(self) -> int:
+        """The requests of any rank's callbacks, one bit each."""
+        return functools.reduce(operator.or_, (int(word.requests) for word in self.words))
 
     @property
     def clean(self) -> bool:
@@ -154,7 +163,7 @@ class Meeting:
 def meet(mesh: Mesh, word: Word, row: list[float]) -> Meeting:
     """Gather the words of all ranks, and a `row` of the same length from each: a report on the last step, or nothing.
 
-    Collective: all ranks, one all-gather of 9 numbers and the row per rank.
+    Collective: all ranks, one all-gather of 10 numbers and the row per rank.
     """
     said = [float(number) for number in vars(word).values()]
     table = mesh.all_gather([*said, *row])

@@ -56,6 +56,11 @@ class Base:
     says_workers: bool = False  # whether the plan sets the number of processes that read data
     older: bool = False
 
+    @property
+    def records_steps(self) -> bool:
+        """True if steps are recorded, for the directory of checkpoints or for callbacks. The same on all ranks."""
+        return self.replay is None and (self.training.checkpoints is not None or bool(self.training.callbacks))
+
 
 @dataclass(frozen=True)
 class UpdateWay:
@@ -201,7 +206,7 @@ class BatchPasses:
             clock=clock,
             observer=self._observer,
         )
-        self._every = as_one(prepared.optimizers, base.plan.execution.exact)
+        self.every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._states = ForwardWatch(prepared.models, base.training.allow_state)
         self._count = 0  # number of passes in all steps: a verification compares each update
         self._watch = LoopWatch()
@@ -213,7 +218,7 @@ class BatchPasses:
     def watch(self) -> None:
         """Write the first state if the loop is verified. Collective: as TraceRecorder.attach."""
         if isinstance(self._observer, TraceRecorder):
-            self._observer.attach(self.sharded_model, self._every, self.ways.strategy)
+            self._observer.attach(self.sharded_model, self.every, self.ways.strategy)
             self._mark()
 
     def _mark(self) -> None:
@@ -257,7 +262,7 @@ class BatchPasses:
             return
         now = Groups(self._prepared.optimizers)
         self._after.put_back()
-        replay.start(self._count, self._root, self._every)
+        replay.start(self._count, self._root, self.every)
         now.put_changes(self._after)
 
     def batches(self, microbatches: Iterator[Microbatch], count: int) -> Generator[object]:

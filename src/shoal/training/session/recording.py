@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +25,7 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import plan_text
 from shoal.runs.attempts import AttemptLog, Events
 from shoal.runs.directory import SESSION, RunDirectory, write_file
+from shoal.runs.records import StepRecord
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.session.passes import Base
 from shoal.training.step_clock import StepClock
@@ -29,7 +33,12 @@ from shoal.training.update.optimizer_step import Update
 
 
 class SessionRecords:
-    """Step records of a Session. Without a directory for checkpoints nothing is written."""
+    """Step records of a Session, for callbacks and for files. Without a directory for checkpoints nothing is written.
+
+    `ended_by`: the callback that has requested the end, and its reason.
+    """
+
+    ended_by: dict[str, Any] | None = None
 
     def __init__(self, base: Base, clock: StepClock, order: Order) -> None:
         self._base, self._clock, self._order = base, clock, order
@@ -37,27 +46,25 @@ class SessionRecords:
         self._began_at = time.time()
         place = base.training.checkpoints
         self._files = RunDirectory(Path(place)) if place is not None and base.mesh.rank == 0 else None
-        self._is_on = place is not None and base.replay is None
         self._log = AttemptLog(None)
         self._records: StepRecords | None = None
+        self.metrics: dict[str, float] = {}  # of the last evaluation
 
-    def begin(self, state: RunState, sharded_model: ShardedModel, num_samples: int | None) -> None:
+    def begin(self, state: RunState, sharded_model: ShardedModel, num_samples: int | None) -> Surroundings:
         """Write the description of the training, and drop the records of steps after `state`."""
         self._state = state
-        if not self._is_on:
-            return
         files, base = self._files, self._base
-        if files is not None:
+        description = {
+            "file": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+            "function": SESSION,
+            "settings": {},
+            **base.job.describe(),
+            "train_samples": num_samples,
+            "parameters": sum(p.numel() for _, p in sharded_model.parameters()),
+            "versions": versions(),
+        }
+        if files is not None and base.records_steps:
             self._log = AttemptLog(files.attempts)
-            description = {
-                "file": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
-                "function": SESSION,
-                "settings": {},
-                **base.job.describe(),
-                "train_samples": num_samples,
-                "parameters": sum(p.numel() for _, p in sharded_model.parameters()),
-                "versions": versions(),
-            }
             try:
                 write_file(files.plan, plan_text(base.plan))
                 write_file(files.job, json.dumps(description, indent=2) + "\n")
@@ -65,12 +72,17 @@ class SessionRecords:
             except OSError as error:
                 warnings.warn(f"no records: {files.path} cannot be written: {error}", RuntimeWarning, stacklevel=4)
                 files = self._files = None
+        place = base.training.checkpoints
         around = Surroundings(
             note=lambda text: print(f"shoal: {text}", file=sys.stderr) if base.mesh.rank == 0 else None,
             on_step=lambda record, slowest: None,
             stop_requested=lambda: False,
+            out=Path(place) if place is not None else None,
+            description=description,
             events=Events(files.events if files is not None else None),
         )
+        if not base.records_steps:
+            return around
         self._writer = writer = RecordWriter(files.records if files is not None else None, self._log.undone)
         self._records = StepRecords(
             base.mesh, self._clock, base.plan, num_grains=base.job.num_grains, around=around, writer=writer
@@ -89,21 +101,29 @@ class SessionRecords:
             device=torch.cuda.get_device_name(base.mesh.device) if base.mesh.device.type == "cuda" else "cpu",
         )
         self._records.forget_after(state.step)
+        return around
 
     @property
     def row(self) -> list[float]:
         """This rank's measures of the last step, for a meeting of the ranks."""
-        return to_row(Report(measures=self._measures)) if self._is_on else []
+        return to_row(Report(measures=self._measures)) if self._base.records_steps else []
 
-    def add(self, state: RunState, sums: StepSums, update: Update) -> None:
-        """Add the record of the last step in `state`, which ends now."""
+    def add(self, state: RunState, sums: StepSums, update: Update) -> StepRecord | None:
+        """Add and return the record of the last step in `state`, which ends now; None if there are no records."""
         if self._records is None:
-            return
+            return None
         self._state = state
         record = self._records.add(
             state, sums, update, None, epoch=(state.step - 1) // self._order.steps_per_epoch, ranks={}
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
+        return record
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the record of the step before it, unless that record is written."""
+        self.metrics = dict(metrics)
+        if self._records is not None:
+            self._records.evaluated(metrics)
 
     def write(self, agreement: Agreement | None) -> None:
         """Write the record of the last step, with the measures of all ranks."""
@@ -128,9 +148,11 @@ class SessionRecords:
             "world_size": self._base.mesh.world_size,
             "wall_seconds": round(time.time() - self._began_at, 3),
             "train_loss": state.loss,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
             "sample_digest": state.digest,
             "skipped_steps": state.skipped_steps,
             "versions": versions(),
+            **({"ended_by": self.ended_by} if self.ended_by is not None else {}),
         }
         try:
             write_file(self._files.result, json.dumps(result, indent=2) + "\n")

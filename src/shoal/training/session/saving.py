@@ -21,6 +21,7 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import FEW_GRAINS
 from shoal.runs.directory_lock import claim
+from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.optimizers import Groups, as_one
 from shoal.training.session.passes import Base
@@ -79,7 +80,14 @@ class Saving:
     """Checkpoints of the state after a finished step, even if the next step has already changed groups."""
 
     def __init__(
-        self, base: Base, prepared: Prepared, sharded_model: ShardedModel, loader: Loader, strategy: Strategy
+        self,
+        base: Base,
+        prepared: Prepared,
+        sharded_model: ShardedModel,
+        loader: Loader,
+        strategy: Strategy,
+        *,
+        callbacks: CallbackCalls,
     ) -> None:
         """Open the checkpoint directory. Raises: JobError for schedulers with a state that cannot be stored."""
         folder = base.training.checkpoints if base.replay is None else None  # none in a verification
@@ -90,7 +98,8 @@ class Saving:
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._trainable = Trainable(sharded_model, warns=self._rank == 0)
-        trained = Trained(sharded_model, every, loader, strategy, self._schedulers, self._trainable)
+        states = callbacks.for_checkpoints if callbacks else None
+        trained = Trained(sharded_model, every, loader, strategy, self._schedulers, self._trainable, states)
         self.keeps = store is not None
         try:
             if store is not None:
@@ -141,13 +150,16 @@ class Saving:
         """Return True if a checkpoint is due, as in Keeper."""
         return self._keeper.due(step)
 
-    def regular(self, state: RunState) -> None:
-        """Save a checkpoint within the training. Collective: all ranks."""
+    def regular(self, state: RunState, *, best: bool = False) -> None:
+        """Save a checkpoint within the training, with the `best` evaluation so far or not. Collective: all ranks."""
         if not self.keeps:
             return
         groups, noted = Groups(self._prepared.optimizers), self._schedulers.state()
         self._put_back()
-        self._keeper.save(state)
+        if best:
+            self._keeper.save_best(state)
+        else:
+            self._keeper.save(state)
         groups.put_back()
         self._schedulers.restore(noted)
 

@@ -32,6 +32,7 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
 from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
+from shoal.training.callbacks.ema import PREFIX
 from shoal.training.microbatch.evaluation import Evaluator
 from shoal.training.observe.trace.traces import Replay
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
@@ -132,7 +133,8 @@ class Session:
         prepare_process(plan.execution.exact, num_threads=None)
         with contextlib.ExitStack() as opened:
             self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
-            refuse_differences(self.mesh, {"plan": plan.to_mapping(), "job": self._job.describe()})
+            hooks = {"callbacks": [type(callback).__name__ for callback in self.training.callbacks]}
+            refuse_differences(self.mesh, {"plan": plan.to_mapping(), "job": self._job.describe()} | hooks)
             self.plan = plan
             self._judged = None if self._job.grains is None else self._judge(self._job)
             self._exit = opened.pop_all()
@@ -271,6 +273,8 @@ class Session:
     ) -> tuple[dict[str, float], int]:
         """Return each metric's sum over its count, with every sample counted once, and the number of samples.
 
+        With the callback EMA, `ema_NAME` is the metric of the averaged weights. Callbacks get the result when the body
+        of the current step ends.
         `model`: the model to evaluate; required if several are prepared.
         Raises: JobError.
         Collective: all ranks.
@@ -292,7 +296,15 @@ class Session:
         with contextlib.ExitStack() as weights:
             for optimizer in self._prepared.optimizers:
                 weights.enter_context(evaluated_weights(optimizer))
-            return evaluator.evaluate(models[0] if model is None else model)
+            found, count = evaluator.evaluate(models[0] if model is None else model)
+        average = self._loop.average() if self._loop is not None and count else None
+        if average is not None:
+            with average:
+                averaged, _ = evaluator.evaluate(models[0] if model is None else model)
+            found |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
+        if self._loop is not None and count:
+            self._loop.evaluated(found)
+        return found, count
 
     def close(self) -> None:
         """Save a loop that was left, and end the process group. Raises: KeyboardInterrupt after Ctrl-C in the loop."""
@@ -301,10 +313,13 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         try:
             steps = self._steps() if self._steps is not None else None
+            if self._loop is not None:
+                self._loop.error = self._loop.error or error
             if steps is not None:
                 steps.close()
             if self._loop is not None:
                 self._loop.close()
+                self._loop.conclude()
         finally:
             self._exit.close()
         self._insist(error)
