@@ -296,15 +296,15 @@ class Session:
         with contextlib.ExitStack() as weights:
             for optimizer in self._prepared.optimizers:
                 weights.enter_context(evaluated_weights(optimizer))
-            found, count = evaluator.evaluate(models[0] if model is None else model)
+            values, count = evaluator.evaluate(models[0] if model is None else model)
         average = self._loop.average() if self._loop is not None and count else None
         if average is not None:
             with average:
                 averaged, _ = evaluator.evaluate(models[0] if model is None else model)
-            found |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
+            values |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
         if self._loop is not None and count:
-            self._loop.evaluated(found)
-        return found, count
+            self._loop.evaluated(values)
+        return values, count
 
     def close(self) -> None:
         """Save a loop that was left, and end the process group. Raises: KeyboardInterrupt after Ctrl-C in the loop."""
