@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
+from tests import forks
 from tests.sharing import Shared
 
 
@@ -27,8 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now stays: no garbage collection looks at it again, in this process or in one forked from it."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there by now stays: no garbage collection looks at it again, in this process or in one forked from it.
+
+    Ranks that a test forks from this process have what they import lazily: by itself each would take a second for it.
+    """
+    if any(item.get_closest_marker("ranks") for item in session.items):
+        forks.load()
     gc.collect()
     gc.freeze()
 

@@ -358,22 +358,24 @@ def _end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _load() -> None:
+@functools.cache
+def load() -> None:
     """Imports all of shoal, but what adapts frameworks that few jobs need."""
     for module in pkgutil.walk_packages(importlib.import_module("shoal").__path__, "shoal."):
         if not module.name.endswith(("__main__", "mpi_worker")) and ".adapters" not in module.name:
             importlib.import_module(module.name)
-    for name in ("numpy.random", "numpy.ma", "numpy.fft", "cProfile", "encodings.idna"):
+    for name in ("numpy.random", "numpy.ma", "numpy.fft", "numpy.ctypeslib", "cProfile", "encodings.idna"):
         importlib.import_module(name)
     # What some commands import, and shoal looks whether they have.
     sys.meta_path.insert(0, Hidden("sklearn.datasets"))
-    sys.meta_path.insert(0, Hidden("torch._dynamo", "torch.distributed.pipelining", "torch.profiler"))
+    profiler = ("torch.profiler", "torch.profiler._cupti_monitor", "torch._subclasses.schema_check_mode")
+    sys.meta_path.insert(0, Hidden("torch._dynamo", "torch.distributed.pipelining", *profiler, "pydantic.dataclasses"))
 
 
 def _main() -> NoReturn:
     requests = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # which has `tests`
-    _load()
+    load()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's operators: 40 ms where a child ends
     _usual_threads()
     gc.collect()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import ceil
 from typing import TypeVar
@@ -170,10 +170,16 @@ def small(seed: int) -> tuple[Space, Invented]:
     return space, invented
 
 
-def fitting(space: Space, invented: Invented) -> list[Candidate]:
-    plans = [plan for plan in every_plan(space) if space.refusal(plan) is None]
-    found = [Candidate(plan, invented.predict(plan)) for plan in plans]
-    return [candidate for candidate in found if candidate.prediction.fits]
+@cache
+def predicted(seed: int) -> tuple[Candidate, ...]:
+    """All plans of a small space that are not refused."""
+    space, invented = small(seed)
+    plans = (plan for plan in every_plan(space) if space.refusal(plan) is None)
+    return tuple(Candidate(plan, invented.predict(plan)) for plan in plans)
+
+
+def fitting(seed: int) -> list[Candidate]:
+    return [candidate for candidate in predicted(seed) if candidate.prediction.fits]
 
 
 AIMS = ["fastest", "cheapest", "deadline=900s", "efficiency=0.7", "widest=0.6"]
@@ -182,8 +188,7 @@ AIMS = ["fastest", "cheapest", "deadline=900s", "efficiency=0.7", "widest=0.6"]
 @pytest.mark.parametrize("seed", range(12))
 def test_the_order_is_that_of_all_plans(seed: int) -> None:
     space, invented = small(seed)
-    every = fitting(space, invented)
-    num_plans, invented.num_predicted = invented.num_predicted, 0
+    every, num_plans = fitting(seed), len(predicted(seed))
     costs = invented.costs()
     search = Search(space, lambda devices: costs, 1)
     for text in AIMS:
@@ -211,7 +216,7 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
     aim, costs = parse(text), invented.costs()
     search = Search(space, lambda devices: costs, 1)
     limit = limit_of(search, aim, 100)
-    allowed = [c for c in fitting(space, invented) if limit.allows(c.devices, c.seconds)]
+    allowed = [c for c in fitting(seed) if limit.allows(c.devices, c.seconds)]
     if not allowed:
         with pytest.raises(NothingFitsError):
             choose(search, aim, 100)
@@ -234,7 +239,7 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
     assert len(told) == len(search.by_devices[choice.chosen.devices]) - 1
     assert all(r.reason for r in choice.rejected)
     lacking = {r.what for r in choice.rejected if r.reason.startswith("does not fit")}
-    assert not lacking & {str(c.place) for c in fitting(space, invented) if c.devices == choice.chosen.devices}
+    assert not lacking & {str(c.place) for c in fitting(seed) if c.devices == choice.chosen.devices}
 
 
 class Shuffled(Space):
@@ -292,7 +297,7 @@ def test_the_answer_does_not_depend_on_the_order_of_candidates(
 def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
     space, invented = small(seed)
     best: dict[Degrees, float] = {}
-    for candidate in fitting(space, invented):
+    for candidate in fitting(seed):
         best[candidate.place] = min(candidate.seconds, best.get(candidate.place, candidate.seconds))
     costs = invented.costs()
     search = Search(space, lambda devices: costs, 1)
@@ -306,7 +311,7 @@ def test_what_efficiency_means() -> None:
     space, invented = small(3)
     costs = invented.costs()
     search = Search(space, lambda devices: costs, 1)
-    every = fitting(space, invented)
+    every = fitting(3)
     least = min(c.devices * c.seconds for c in every)
     efficient = [c for c in every if least / (c.devices * c.seconds) >= 0.7]
     assert choose(search, parse("efficiency=0.7")).chosen.devices == min(c.devices for c in efficient)
