@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from shoal.data.sample_digest import Ids, grain_words, spread, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, ShoalError
-from shoal.launch.signals import ignore_stop_signals
+from shoal.launch.signals import handle_stop_signals
 from shoal.numerics.flat import is_strided, strided_parts
 from shoal.numerics.generators import generators_kept
 from shoal.plans.grains import Grain, microbatches, random_key, share
@@ -248,7 +249,7 @@ def _started(own: Callable[[int], object] | None, data: Any, worker: int) -> Non
 
     Stop signals, which a scheduler sends to every process, are ignored: the rank still finishes its step.
     """
-    ignore_stop_signals()
+    handle_stop_signals(signal.SIG_IGN)
     if own is not None:
         object.__setattr__(get_worker_info(), "dataset", data)
         own(worker)

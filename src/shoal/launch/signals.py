@@ -143,13 +143,11 @@ def exiting(numbers: Iterable[int], code: int | None = None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ignore_stop_signals() -> None:
-    """Ignore requests to stop, for a process that ends with the process that started it."""
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)
+def handle_stop_signals(handler: signal.Handlers) -> None:
+    """Set what this process does at requests to stop.
 
-
-def end_at_stop_signals() -> None:
-    """Let requests to stop end this process, for a fork of a process that records them."""
+    SIG_IGN is for a process that ends with the process that started it. SIG_DFL, which ends this process, is for a fork
+    of a process that records the requests.
+    """
     for number in stop_signals():
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, handler)

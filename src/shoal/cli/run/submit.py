@@ -181,6 +181,6 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
                 handed_on = len(signals.received)
                 rank.tell(signal.SIGKILL if signals.twice else signals.received[0])
         end = RankEnd(environment.rank, os.uname().nodename, look)
-        return RunEnd(*verdict([end], signals), tuple(signals.received))
+        return RunEnd(*verdict([end.ended()], signals), tuple(signals.received))
     finally:
         rank.close()

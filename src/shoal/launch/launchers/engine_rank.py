@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import ExitCode, RankLostError
+from shoal.errors import ExitCode
 from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
 from shoal.launch.supervise.child import Child, OutputRelay, how_it_ended, last_lines, rank_lost
+from shoal.launch.supervise.recovery import EndedRank
 from shoal.runs.directory import read_json
 
 _KEPT_CHARACTERS = 1 << 20  # of a rank's output
@@ -183,22 +184,14 @@ class RankEnd:
         """True if the rank is done, or has stopped on request."""
         return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of the process; None if unknown."""
-        return self.look.code
-
-    def how_it_ended(self) -> dict[str, Any] | None:
-        """Return its report; None if it ended without a report or the engine has lost it."""
-        return None if self.gone else self.look.report
-
-    def error(self, _: Mapping[int, str]) -> RankLostError:
-        """Describe the rank's loss."""
-        how = how_it_ended(self.look.code if self.look.code is not None else 0)
-        return rank_lost(
+    def ended(self) -> EndedRank:
+        """Return this end for the verdict. A rank that the engine has lost has no report."""
+        how = self.gone or f"{how_it_ended(self.look.code or 0)} without a word{self.look.last}"
+        error = rank_lost(
             f"rank {self.rank} on {self.host}",
-            f"it {self.gone or f'{how} without a word{self.look.last}'}",
+            f"it {how}",
             "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
             rank=self.rank,
             host=self.host,
         )
+        return EndedRank(None if self.gone else self.look.report, lambda _: error, self.look.code, self.given_up)

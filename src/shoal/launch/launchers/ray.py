@@ -190,8 +190,8 @@ class RayRun:
             try:
                 self._start(restarts)
             except ray.exceptions.RayActorError as error:
-                return verdict([RankEnd(0, "a Ray node", gone=_gone(error))], self.signals)
-            return verdict(self._watched(), self.signals)
+                return verdict([RankEnd(0, "a Ray node", gone=_gone(error)).ended()], self.signals)
+            return verdict([end.ended() for end in self._watched()], self.signals)
 
         return restarted(self.submission, self.signals, once)
 

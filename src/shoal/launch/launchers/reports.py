@@ -18,7 +18,7 @@ from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import rank_lost
-from shoal.launch.supervise.recovery import Recovery
+from shoal.launch.supervise.recovery import EndedRank, Recovery
 from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import RunDirectory, read_json
 
@@ -39,12 +39,22 @@ class RankStart:
         report = {REPORT_FILE: f"{self.reports}/{_REPORT.format('%r')}"}  # each rank inserts its number
         return report | ({RESTARTS: str(self.number)} if self.number else {})
 
-    def ends(self, host: str) -> list[ReportedRank]:
+    def ends(self, host: str) -> list[EndedRank]:
         """Return how the ranks ended, from their reports. `host`: the supposed host of the ranks without a report."""
         size = self.submission.num_processes
         reports = [self._read(_REPORT.format(rank)) for rank in range(size)]
-        lost = tuple(rank for rank, report in enumerate(reports) if report is None)
-        return [ReportedRank(report, lost, size, host) for report in reports]
+        lost = [rank for rank, report in enumerate(reports) if report is None]
+
+        def loss(_: Mapping[int, str]) -> RankLostError:
+            return rank_lost(
+                f"rank {', '.join(map(str, lost[:16]))} of {size}",
+                "it ended without a word",
+                "--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
+                rank=lost[0],
+                host=host,
+            )
+
+        return [EndedRank(report, loss) for report in reports]
 
     def _read(self, name: str) -> dict[str, Any] | None:
         """Read a report; None if there is none. Raises: StorageError if an address fails three times."""
@@ -63,33 +73,6 @@ class RankStart:
                 conflict=f"how the ranks ended cannot be read there: {error}",
                 remedy="look at the run's records there; --resume goes on from its newest checkpoint",
             ) from error
-
-
-@dataclass(frozen=True)
-class ReportedRank:
-    """End of a rank, known only from its report. `lost`: all ranks of the run that have no report."""
-
-    report: dict[str, Any] | None
-    lost: tuple[int, ...]
-    size: int
-    host: str
-    code: int | None = None
-    given_up: bool = False
-
-    def how_it_ended(self) -> dict[str, Any] | None:
-        """Return its report, or None if it ended without a report."""
-        return self.report
-
-    def error(self, _: Mapping[int, str]) -> RankLostError:
-        """Describe the loss of all ranks without a report."""
-        names = ", ".join(map(str, self.lost[:16]))
-        return rank_lost(
-            f"rank {names} of {self.size}",
-            "it ended without a word",
-            "--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
-            rank=self.lost[0],
-            host=self.host,
-        )
 
 
 def until_done(

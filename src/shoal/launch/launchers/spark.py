@@ -161,7 +161,7 @@ class SparkRun:
                         "spark.executor.cores)",
                     )
                 time.sleep(_LOOK_SECONDS)
-            return verdict(self._trained(), self.signals)
+            return verdict([end.ended() for end in self._trained()], self.signals)
 
         return restarted(self.submission, self.signals, once)
 

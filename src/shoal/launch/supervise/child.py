@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD
-from shoal.launch.signals import Signals, end_at_stop_signals
+from shoal.launch.signals import Signals, handle_stop_signals
 
 _POLL_SECONDS = 0.02
 # A process that the child has left running may keep its pipes open.
@@ -260,7 +260,7 @@ def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> d
 
     def answer() -> None:
         os.close(reader)
-        end_at_stop_signals()
+        handle_stop_signals(signal.SIG_DFL)
         text = json.dumps(work()).encode()
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(text)

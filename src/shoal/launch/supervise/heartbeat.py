@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.launch.supervise.fork_server import Process
 
 HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher; the rank's stacks are written next to it
+_STACKS, _SHOWN = "-stacks.txt", "-shown.txt"
 # Ends a rank after it has shown its threads' stacks. Python's handler is in C and does not need the GIL.
 STACKS = signal.SIGRTMAX
 # Shows the stacks and lets the rank continue.
@@ -70,10 +71,10 @@ class Heartbeat:
         self._since = time.perf_counter()
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._stacks = _stacks_of(path).open("wb")
+        self._stacks = path.with_name(path.name + _STACKS).open("wb")
         # The signal's default action then ends the process.
         faulthandler.register(STACKS, self._stacks, all_threads=True, chain=True)
-        self._shown = _shown_of(path).open("wb")
+        self._shown = path.with_name(path.name + _SHOWN).open("wb")
         faulthandler.register(SHOW, self._shown, all_threads=True)
         if not faulthandler.is_enabled():  # otherwise the user has chosen another place
             faulthandler.enable(self._stacks, all_threads=True)
@@ -152,7 +153,8 @@ def end(path: Path, process: Process, patience_seconds: float = 2.0) -> str:
 def last_stacks(path: Path) -> str:
     """Return the Python stacks that a rank wrote on a fault or on request; empty if it wrote none."""
     with contextlib.suppress(OSError):
-        return _stacks_of(path).read_text(encoding="utf-8", errors="replace").partition("\nExtension modules:")[0]
+        text = path.with_name(path.name + _STACKS).read_text(encoding="utf-8", errors="replace")
+        return text.partition("\nExtension modules:")[0]
     return ""
 
 
@@ -164,7 +166,8 @@ def show(path: Path, process: Process, patience_seconds: float = 0.5) -> str:
     deadline, stacks = time.monotonic() + patience_seconds, ""
     while time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
-        before, stacks = stacks, _shown_of(path).read_text(encoding="utf-8", errors="replace")
+        text = path.with_name(path.name + _SHOWN).read_text(encoding="utf-8", errors="replace")
+        before, stacks = stacks, text
         if stacks and stacks == before:
             break
     return stacks
@@ -178,14 +181,6 @@ def _signal_main_thread(process: Process, number: int) -> None:
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if process.poll() is None and (send is None or send(process.pid, process.pid, number) != 0):
         process.send_signal(number)
-
-
-def _shown_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-shown.txt")
-
-
-def _stacks_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-stacks.txt")
 
 
 # ---------------------------------------------------------------------------------------------- the launcher's watch

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
 from shoal.launch.environment import LISTEN_FD, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
@@ -26,7 +26,7 @@ from shoal.launch.supervise import heartbeat
 from shoal.launch.supervise.child import OutputRelay, how_it_ended, last_lines, rank_lost
 from shoal.launch.supervise.fork_server import ForkServer, Process, fresh_interpreter
 from shoal.launch.supervise.heartbeat import Watch, different_calls
-from shoal.launch.supervise.recovery import verdict
+from shoal.launch.supervise.recovery import EndedRank, verdict
 from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import FOLDER as GENERATIONS
 from shoal.runs.directory_lock import NAME
@@ -83,21 +83,12 @@ class RankProcess:
     given_up: bool = False  # this launcher killed it or asked it to end, after another rank had died
     stuck: str | None = None  # why this launcher killed it while it was alive
 
-    def how_it_ended(self) -> dict[str, Any] | None:
-        """Return the rank's report, or None if it ended without a report."""
-        return read_json(self.report)
-
     @property
     def is_well(self) -> bool:
         """True if the process has ended with an exit code that means success."""
         return self.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of the process, negative for a signal."""
-        return self.process.returncode
-
-    def error(self, others: Mapping[int, str]) -> RankLostError:
+    def loss(self, others: Mapping[int, str]) -> RankLostError:
         """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
         how, shown = self.stuck or f"it {how_it_ended(self.process.wait())}", ""
         if self.stuck is None:
@@ -142,11 +133,12 @@ def launch(run: LocalRun, signals: Signals | None = None, server: ForkServer | N
         watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
         first = _watch(start, signals, watch)
         failed_at = time.time() - max(0.0, time.monotonic() - first)
-        code = workers[0].code
+        code = workers[0].process.returncode
         cut_short = workers[0].given_up and code == ExitCode.PREEMPTED
         if run.replaceable and workers[0].is_well and code is not None and not cut_short:  # the others were given up
             return LaunchEnd(code, None, failed_at)
-        return LaunchEnd(*verdict(workers, signals, elsewhere=run.share is not None), failed_at)
+        ends = [EndedRank(read_json(w.report), w.loss, w.process.returncode, w.given_up) for w in workers]
+        return LaunchEnd(*verdict(ends, signals, elsewhere=run.share is not None), failed_at)
 
 
 def _watch(start: Start, signals: Signals, watch: Watch) -> float:
@@ -174,7 +166,7 @@ def _watch(start: Start, signals: Signals, watch: Watch) -> float:
             _end_stuck(workers, stuck)
         failed = []
         for worker in [w for w in workers if w.process.poll() is not None]:
-            spoke = worker.how_it_ended() is not None
+            spoke = read_json(worker.report) is not None
             if worker.is_well and (spoke or replaceable):  # without a report, an only run was interrupted
                 continue
             may_help = worker.rank in replaceable and replaced[worker.rank] < _MOST_REPLACED and not signals.twice
@@ -190,7 +182,7 @@ def _watch(start: Start, signals: Signals, watch: Watch) -> float:
             since, first = min(since, now), min(first, now)
             if is_asked and not leads:
                 since, is_asked = now, False
-            agreed = not replaceable and all(w.how_it_ended() is not None for w in failed)
+            agreed = not replaceable and all(read_json(w.report) is not None for w in failed)
             if now - since > (_PATIENCE_SECONDS if is_asked or agreed else _GRACE_SECONDS):
                 if leads and not leader.given_up and all(w.rank in replaceable for w in failed):
                     since, is_asked, leader.given_up = now, True, True

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_json
 from shoal.launch.signals import Signals
@@ -28,42 +28,40 @@ _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "does not answer")
 _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise identical
 
 
-class EndedRank(Protocol):
-    """Rank whose process has ended, from its launcher's point of view."""
+@dataclass(frozen=True)
+class EndedRank:
+    """Rank whose process has ended, from its launcher's point of view.
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of the process, negative for a signal; None if unknown."""
+    `report`: its report, or None if it ended without one.
+    `loss`: describes its loss, from the stacks of the ranks that noticed the loss, by rank.
+    `code`: exit code of the process, negative for a signal; None if unknown.
+    `given_up`: True if the launcher ended it after another rank had failed.
+    """
 
-    @property
-    def given_up(self) -> bool:
-        """True if the launcher ended it after another rank had failed."""
-
-    def how_it_ended(self) -> dict[str, Any] | None:
-        """Return its report, or None if it ended without a report."""
-
-    def error(self, others: Mapping[int, str]) -> RankLostError:
-        """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
+    report: dict[str, Any] | None
+    loss: Callable[[Mapping[int, str]], RankLostError]
+    code: int | None = None
+    given_up: bool = False
 
 
 def verdict(ranks: Sequence[EndedRank], signals: Signals, *, elsewhere: bool = True) -> tuple[int, ShoalError | None]:
     """Return the exit code of all ranks and the root error. `elsewhere`: other hosts may have ranks, unknown here."""
-    ends = [(rank, rank.how_it_ended()) for rank in ranks]
-    lost = sorted((rank for rank, end in ends if end is None), key=lambda rank: rank.given_up)
+    lost = sorted((rank for rank in ranks if rank.report is None), key=lambda rank: rank.given_up)
     if signals.twice and lost:
         return int(ExitCode.INTERRUPTED), None
-    errors = [end["error"] for _, end in ends if end and end.get("error")]
-    roots = [end for _, end in ends if end and end.get("error") and end["error"]["kind"] != "PeerError"]
+    reports = [rank.report for rank in ranks if rank.report]
+    errors = [report["error"] for report in reports if report.get("error")]
+    roots = [report for report in reports if report.get("error") and report["error"]["kind"] != "PeerError"]
     if roots:
         return int(roots[0]["exit_code"]), from_json(roots[0]["error"])
     if signals.received and any(rank.code == -signal.SIGTERM for rank in lost):
         return int(ExitCode.INTERRUPTED), None  # the signal came before the rank could handle it: nothing had begun
     if lost:
         stacks = {int(error["rank"]): error.get("traceback") or "" for error in errors if error.get("rank") is not None}
-        return int(ExitCode.RANK_LOST), lost[0].error(stacks)
+        return int(ExitCode.RANK_LOST), lost[0].loss(stacks)
     if errors:
         return int(ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(errors[0])
-    return max((int(end["exit_code"]) for _, end in ends if end), default=0), None
+    return max((int(report["exit_code"]) for report in reports), default=0), None
 
 
 @dataclass

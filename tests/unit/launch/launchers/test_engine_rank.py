@@ -54,7 +54,9 @@ def end(rank: int, code: int, kind: str | None = None, *, silent: bool = False, 
     ids=["done", "stopped", "an error", "killed", "who failed first", "gone", "of others", "before it began"],
 )
 def test_the_verdict(ends: list[RankEnd], stopped: bool, code: int, says: str | None) -> None:
-    found, error = verdict(ends, Signals(impatient=False, received=[signal.SIGTERM] if stopped else []))
+    found, error = verdict(
+        [one.ended() for one in ends], Signals(impatient=False, received=[signal.SIGTERM] if stopped else [])
+    )
     assert found == code
     assert (error is None) == (says is None)
     assert says is None or says in str(error)
