@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.doctor.health import HealthCheck, Severity
 from shoal.errors import CommandError, LaunchError
-from shoal.launch.launchers.ssh_hosts import SSH_OPTIONS, address_of
+from shoal.launch.launchers.ssh import SSH_OPTIONS, address_of
 from shoal.launch.supervise.child import Child
 
 _GRACE_SECONDS = 5.0

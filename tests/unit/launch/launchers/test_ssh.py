@@ -11,7 +11,7 @@ from shoal.errors import CommandError, LaunchError, RankLostError
 from shoal.launch.environment import Environment
 from shoal.launch.launchers import ssh
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.ssh_hosts import HostList, SshHost
+from shoal.launch.launchers.ssh import HostList, SshHost
 
 SUBMISSION = Submission(("run", "job.py"), "job", Path("/runs/job"), Path("/home"), 4)
 
@@ -97,7 +97,7 @@ def test_who_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "ssh").write_text(FAKE, encoding="utf-8")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("shoal.launch.launchers.ssh_hosts._ASK_SECONDS", 1.0)
+    monkeypatch.setattr("shoal.launch.launchers.ssh._ASK_SECONDS", 1.0)
     found = HostList([], []).silent_among(["there", "gone", "shut", "mute"])
     assert found == {"gone": "ssh: connect to host gone port 22: No route to host", "mute": "no answer within 1 s"}
 
