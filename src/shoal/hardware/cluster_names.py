@@ -148,32 +148,3 @@ def _of_ports(one: Link, ports: int) -> Link:
     sources = dict(one.sources)
     sources["bytes_per_second"] = f"{ports} ports: {sources.get('bytes_per_second', '')}"
     return replace(one, name=f"{ports}x{one.name}", bytes_per_second=one.bytes_per_second * ports, sources=sources)
-
-
-def _modified(cluster: Cluster, modifier: str) -> Cluster:
-    cap = CAP.fullmatch(modifier)
-    if cap:
-        return replace(cluster, device=capped(cluster.device, float(cap[1])))
-    margin = _MARGIN.fullmatch(modifier)
-    if margin:
-        percent = float(margin[1])
-        if percent >= 100:
-            raise HardwareError(
-                given=f"a memory margin of {percent:g} %",
-                conflict="it leaves no memory to plans",
-                remedy=f"write less, as {cluster.device.name}@margin=5%",
-            )
-        return replace(cluster, memory_margin=percent / 100)
-    parts = _PORTS.fullmatch(modifier)
-    ports, name = parts.groups() if parts else (None, modifier)
-    speed = _SPEED.fullmatch(name)
-    if speed:
-        gigabits = float(speed[1]) * int(ports or 1)
-        like = cluster.between or link("InfiniBand-HDR")
-        sources = {**like.sources, "bytes_per_second": f"given: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"}
-        rate = gigabits * 1e9 / 8 * _SPEED_SHARE
-        network = replace(like, name=f"{gigabits:g} Gbit/s", bytes_per_second=rate, sources=sources)
-        return replace(cluster, between=network)
-    known = entry("link", name, links())
-    other = _of_ports(link(known), int(ports or 1))
-    return replace(cluster, within=other) if links()[known]["reach"] == "host" else replace(cluster, between=other)

@@ -9,6 +9,7 @@ tensors are drawn by position: decision 0029.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -92,23 +93,23 @@ def normal(words: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1).flatten(1).to(dtype)
 
 
-def _filled(draws: Draws, like: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:
-    """Draw new numbers in the shape of `like`; return None if they cannot be drawn by position."""
-    if like.dtype not in _DIGITS or like.ndim == 0 or like.numel() == 0:
+def _filled(draws: Draws, input: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:
+    """Draw new numbers in the shape of `input`; return None if they cannot be drawn by position."""
+    if input.dtype not in _DIGITS or input.ndim == 0 or input.numel() == 0:
         return None
-    elements = like[0].numel()
-    words = draws.words(len(like), elements + elements % 2)
-    return numbers(words, like.dtype)[:, :elements].reshape(like.shape)
+    elements = input[0].numel()
+    words = draws.words(len(input), elements + elements % 2)
+    return numbers(words, input.dtype)[:, :elements].reshape(input.shape)
 
 
 def _uniform_(draws: Draws, tensor: Tensor, begin: float = 0.0, end: float = 1.0, **named: float) -> Tensor | None:
     begin, end = named.get("from", begin), named.get("to", end)
-    drawn = _rand_like(draws, tensor)
+    drawn = _filled(draws, tensor, uniform)
     return None if drawn is None else tensor.copy_(drawn.mul_(end - begin).add_(begin))
 
 
 def _normal_(draws: Draws, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor | None:
-    drawn = _randn_like(draws, tensor)
+    drawn = _filled(draws, tensor, normal)
     return None if drawn is None else tensor.copy_(drawn.mul_(std).add_(mean))
 
 
@@ -119,16 +120,8 @@ def _bernoulli_(draws: Draws, tensor: Tensor, p: Any = 0.5) -> Tensor | None:
 
 
 def _bernoulli(draws: Draws, input: Tensor) -> Tensor | None:
-    drawn = _rand_like(draws, input.detach())
+    drawn = _filled(draws, input.detach(), uniform)
     return None if drawn is None else (drawn < input.detach()).to(input.dtype)
-
-
-def _rand_like(draws: Draws, input: Tensor) -> Tensor | None:
-    return _filled(draws, input, uniform)
-
-
-def _randn_like(draws: Draws, input: Tensor) -> Tensor | None:
-    return _filled(draws, input, normal)
 
 
 def _channels(ndim: int) -> Callable[..., Tensor | None]:
@@ -173,8 +166,8 @@ AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.bernoulli_: _bernoulli_,
     Tensor.bernoulli: _bernoulli,
     torch.bernoulli: _bernoulli,
-    torch.rand_like: _rand_like,
-    torch.randn_like: _randn_like,
+    torch.rand_like: functools.partial(_filled, numbers=uniform),
+    torch.randn_like: functools.partial(_filled, numbers=normal),
     F.dropout1d: _channels(3),
     F.dropout2d: _channels(4),
     F.dropout3d: _channels(5),
