@@ -26,7 +26,7 @@ from shoal.data.quarantine import Fetched, Quarantine, with_replaced
 from shoal.data.sample_digest import Ids, grain_words, spread, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource, SampleSource
-from shoal.errors import DataError, ShoalError
+from shoal.errors import DataError, JobError, ShoalError
 from shoal.launch.signals import handle_stop_signals
 from shoal.numerics.flat import is_strided, strided_parts
 from shoal.numerics.generators import generators_kept
@@ -174,16 +174,17 @@ class Loader(ABC):
     def step(self, step: int) -> StepData | None:
         """Return this rank's part of `step`, or None if the data have ended. Raises: DataError."""
 
-    @abstractmethod
     def most_microbatches(self, step: int) -> int:
-        """Return the largest number of microbatches that a rank has in `step`."""
+        """Return the largest number of microbatches that a rank has in `step`. Raises: JobError for a stream."""
+        raise no_lockstep()
 
-    @abstractmethod
     def fillers(self, step: int) -> Iterator[Microbatch]:
         """Return all microbatches of `step`, each read on access, in the same order on all ranks.
 
         A rank that has fewer microbatches than others computes one of them with weight zero.
+        Raises: JobError for a stream.
         """
+        raise no_lockstep()
 
     def check_repeats(self, step: int) -> None:  # noqa: B027 - a stream is read once
         """Read two grains of `step`, and samples across the dataset, twice. Raises: DataError if a sample differs."""
@@ -207,6 +208,15 @@ class Loader(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the worker processes."""
+
+
+def no_lockstep() -> JobError:
+    """Create the error for a stream in a layout whose ranks compute equal numbers of microbatches."""
+    return JobError(
+        given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
+        conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",
+        remedy='use a map-style dataset, or shard.level = "optimizer"',
+    )
 
 
 class _Request(NamedTuple):

@@ -17,7 +17,7 @@ from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
 from shoal.data.source import Collate, collate_samples, digest_of_samples, raised, tell_epoch
-from shoal.errors import DataError, JobError
+from shoal.errors import DataError
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
 
@@ -129,14 +129,6 @@ class StreamLoader(Loader):
         runs = microbatches(self._pending, self._per_microbatch)
         return StepData(step, 0, len(runs), (self._microbatch(step, run) for run in runs))
 
-    def most_microbatches(self, step: int) -> int:
-        """Raise JobError, since a stream's number of microbatches is unknown."""
-        raise no_lockstep()
-
-    def fillers(self, step: int) -> Iterator[Microbatch]:
-        """Raise JobError, since a stream has no fillers."""
-        raise no_lockstep()
-
     def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
         return self._microbatch(step, self._first[:count]) if self._pending is not None and self._first else None
 
@@ -190,15 +182,6 @@ class StreamLoader(Loader):
                     break
                 step += 1
         self._state = self._read_state()
-
-
-def no_lockstep() -> JobError:
-    """Create the error for a stream in a layout whose ranks compute equal numbers of microbatches."""
-    return JobError(
-        given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
-        conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",
-        remedy='use a map-style dataset, or shard.level = "optimizer"',
-    )
 
 
 def compare_streams(mesh: Mesh, loader: Loader) -> None:

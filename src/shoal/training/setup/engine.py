@@ -19,10 +19,9 @@ from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import NewestMark, Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, no_lockstep
 from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of
 from shoal.data.source import MapSource, Opened, small_batch
-from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.mesh import Mesh, alone
 from shoal.distributed.own_collectives import own_collectives_refused
