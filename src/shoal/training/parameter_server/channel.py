@@ -74,7 +74,9 @@ class Channel:
             raise ClosedError("the peer sent what is no message")
         try:
             header = json.loads(self._read(length))
-            shapes = [(_DTYPES[name], _shape(shape)) for name, shape in header.pop("tensors")]
+            shapes = [(_DTYPES[name], tuple(shape)) for name, shape in header.pop("tensors")]
+            if any(type(size) is not int or size < 0 for _, shape in shapes for size in shape):
+                raise ValueError("a shape that is no list of sizes")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ClosedError(f"the peer sent what is no message: {error}") from None
         if sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != size:
@@ -184,9 +186,3 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _DTYPES = {_name(dtype): dtype for dtype in DTYPE_NAMES}
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    if not (isinstance(shape, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)):
-        raise ValueError(f"no shape {shape!r:.40}")
-    return tuple(shape)

@@ -29,7 +29,7 @@ from shoal.training.parameter_server.channel import Channel, ClosedError, accept
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 # A server answers within the time of an optimizer step, unless it is stopped.
-_ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 # Workers send a sign of life each second: after this silence a worker is stopped, or its host is gone.
 SILENT_SECONDS = 5.0
 # A request to a server, and its tensors.
@@ -100,20 +100,6 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
                     remedy="look at what rank 0 says; a plan with servers is started by shoal's own launcher",
                 ) from error
             time.sleep(_RETRY_SECONDS)
-
-
-def is_shut(environment: Environment) -> bool:
-    """Return True if the run has ended in order: only the conductor closes the socket that the launcher opened.
-
-    A conductor that was killed leaves the socket open.
-    """
-    try:
-        socket.create_connection((environment.address, environment.port), _ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
@@ -212,13 +198,13 @@ class Members:
             self._events.put(error)
             return
         if hello["kind"] == "server":
-            wire.limit(_ANSWER_SECONDS)
+            wire.limit(ANSWER_SECONDS)
             self._ports[hello["number"]] = hello["port"]  # before it counts as present
             self._servers[hello["number"]] = wire
             if len(self._servers) == self._num_servers:
                 self._complete.set()
             return
-        wire.limit_sending(_ANSWER_SECONDS)
+        wire.limit_sending(ANSWER_SECONDS)
         member = Member(hello["number"], hello["rank"], hello["pid"], hello["host"], wire)
         self._events.put(WorkerEvent(member, {"kind": "joined"}))
         with contextlib.suppress(ClosedError):
@@ -276,7 +262,7 @@ class Members:
                 answers.append(self._servers[number].receive())
         except (ClosedError, TimeoutError) as error:
             silent = isinstance(error, TimeoutError)
-            said = f"has not answered for {_ANSWER_SECONDS:.0f} s" if silent else "is gone"
+            said = f"has not answered for {ANSWER_SECONDS:.0f} s" if silent else "is gone"
             raise PeerError(
                 given=f"server {number} of this run",
                 conflict=f"it {said}, and a shard of the parameters with it",

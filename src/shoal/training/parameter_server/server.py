@@ -60,7 +60,12 @@ class Server:
         parameters = Parameters(self.model)
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
-        step = functools.partial(_step, stepper, parameters, job.clip_value, plan.server.num_servers > 1)
+
+        def step(progress: Progress) -> None:
+            clip_values([p.grad for p in parameters if p.grad is not None], job.clip_value)
+            stepper.set_rates(progress)
+            stepper.step(progress.step, refuse_noise=plan.server.num_servers > 1)
+
         self.shard = ServerShard(parameters, step, job.num_grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
 
@@ -99,12 +104,6 @@ class Server:
                     state, document = optimizer_state(self.optimizer, self.model)
                     return {"document": document, "paths": list(state)}, [shard.pull()[1], *state.values()]
             raise KeyError(request["kind"])
-
-
-def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided: bool, progress: Progress) -> None:
-    clip_values([p.grad for p in parameters if p.grad is not None], limit)
-    stepper.set_rates(progress)
-    stepper.step(progress.step, refuse_noise=divided)
 
 
 def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:

@@ -24,7 +24,15 @@ from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
 from shoal.training.observer import Observer
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
-from shoal.training.parameter_server.members import OverError, Role, introduce, is_shut, key_of, raise_if_error, role
+from shoal.training.parameter_server.members import (
+    ANSWER_SECONDS,
+    OverError,
+    Role,
+    introduce,
+    key_of,
+    raise_if_error,
+    role,
+)
 from shoal.training.parameter_server.server import serve
 from shoal.training.setup.engine import Engine, Options, build
 
@@ -211,7 +219,14 @@ def _is_over(wire: Channel, environment: Environment) -> bool:
         while True:
             if wire.receive()[0]["kind"] == "end":
                 return True
-    return is_shut(environment)
+    # Only the conductor closes the socket that the launcher opened. A conductor that was killed leaves it open.
+    try:
+        socket.create_connection((environment.address, environment.port), ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def take_part(job: Job, plan: CompletePlan, environment: Environment, watch: Observer | None = None) -> bool:

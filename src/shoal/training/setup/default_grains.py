@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,17 +62,26 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
     model = model or deferred_outline(job)
     if model is None:
         return GrainsChoice(FEW_GRAINS, "default; the model's size is not known before it is built")
-    statistics = next((name for name, module in model.named_modules() if _normalises_batches(module)), None)
-    if statistics is not None:
-        return GrainsChoice(FEW_GRAINS, f"default where batch statistics need samples ({statistics})")
-    samples = _samples(data or training_data(job))
-    if samples is None:
+    for name, module in model.named_modules():
+        if module.training and any(base.__name__ in _BATCH_NORMS for base in type(module).__mro__):
+            return GrainsChoice(FEW_GRAINS, f"default where batch statistics need samples ({name})")
+    # A batch of a few samples. Errors are left to the first step, and the global generators stay unchanged.
+    opened_data = data or training_data(job)
+    source, batch, count = opened_data.source, None, 2
+    with generators_kept(), contextlib.suppress(Exception):
+        if isinstance(source, MapSource):
+            count = min(len(source), _LOOKED_AT)
+            batch = source.looked_at(np.arange(count) * len(source) // count)
+        else:
+            batch = small_batch(source, opened_data.collate)
+    if batch is None:
         return GrainsChoice(FEW_GRAINS, "default; no sample could be looked at ahead")
-    positions = positions_of(model, *samples)
-    sample_bytes = float(_FLOAT_BYTES * positions * features_of(model))
+    sample_bytes = float(_FLOAT_BYTES * positions_of(model, batch, count) * features_of(model))
     num_grains = default_grains(job.global_batch, sample_bytes)
     weight = "light" if num_grains == FEW_GRAINS else "heavy"
-    return GrainsChoice(num_grains, f"default for {weight} samples: about {_bytes(sample_bytes)} of activations each")
+    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if sample_bytes >= size), ("kB", 1e3))
+    activations = f"about {sample_bytes / size:.3g} {unit} of activations each"
+    return GrainsChoice(num_grains, f"default for {weight} samples: {activations}")
 
 
 def outline(job: Job) -> nn.Module | None:
@@ -89,10 +97,6 @@ def outline(job: Job) -> nn.Module | None:
     return model if isinstance(model, nn.Module) else None
 
 
-def _normalises_batches(module: nn.Module) -> bool:
-    return module.training and any(base.__name__ in _BATCH_NORMS for base in type(module).__mro__)
-
-
 def deferred_outline(job: Job) -> nn.Module | None:
     """Return the job's model with deferred initial values, or None if its construction cannot be deferred."""
     try:
@@ -105,24 +109,33 @@ def deferred_outline(job: Job) -> nn.Module | None:
 
 def features_of(model: nn.Module) -> int:
     """Return the number of elements that all modules with parameters compute at one position of a sample."""
-    return sum(map(_features, model.modules()))
-
-
-def _features(module: nn.Module) -> int:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return module.embedding_dim
-    own = [p for p in module._parameters.values() if p is not None]
-    matrices = [p.shape[0] for p in own if p.ndim > 1]
-    return sum(matrices) if matrices else max((p.numel() for p in own), default=0)
+    count = 0
+    for module in model.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        matrices = [p.shape[0] for p in own if p.ndim > 1]
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            count += module.embedding_dim
+        else:
+            count += sum(matrices) if matrices else max((p.numel() for p in own), default=0)
+    return count
 
 
 def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
     """Return a sample's number of positions: tokens if the model has embeddings, else outputs of its first layer."""
-    leaves = tensors_in(batch)
     embeds = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
-    per_position = next(_taken_at_a_position(model), 0)
+    per_position = 0  # input elements of the first layer for each of its output positions
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            per_position = module.in_channels * math.prod(module.stride)
+        elif isinstance(module, nn.Linear):
+            per_position = module.in_features
+        elif isinstance(module, nn.RNNBase):
+            per_position = module.input_size
+        else:
+            continue
+        break
     positions = [1]
-    for leaf in leaves:
+    for leaf in tensors_in(batch):
         elements = -(-leaf.numel() // num_samples)
         # Integers with more dims are pixels, or classes of pixels.
         if not leaf.is_floating_point() and leaf.ndim <= _DIMS_OF_TOKENS:
@@ -130,35 +143,3 @@ def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
         elif per_position:
             positions.append(elements // per_position)
     return max(positions)
-
-
-def _taken_at_a_position(model: nn.Module) -> Iterator[int]:
-    """Yield each layer's number of input elements per output position, first layer first."""
-    for module in model.modules():
-        if isinstance(module, _CONVOLUTIONS):
-            yield module.in_channels * math.prod(module.stride)
-        elif isinstance(module, nn.Linear):
-            yield module.in_features
-        elif isinstance(module, nn.RNNBase):
-            yield module.input_size
-
-
-def _samples(data: Opened) -> tuple[Any, int] | None:
-    """Return a batch of a few samples and their number, or None if they cannot be read ahead.
-
-    Errors are left to the first step. The global generators stay unchanged.
-    """
-    source = data.source
-    with generators_kept(), contextlib.suppress(Exception):
-        if isinstance(source, MapSource):
-            count = min(len(source), _LOOKED_AT)
-            return source.looked_at(np.arange(count) * len(source) // count), count
-        return small_batch(source, data.collate), 2
-    return None
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"

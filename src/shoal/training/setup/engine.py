@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -331,8 +331,17 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *(note for own in evaluation_data.values() for note in own.notes),
         *copies_notes,
         *without_optimizer([optimizer], parameters.named),
-        *_without_effect(mesh, options, is_stream=mapped_source is None, shares=shares),
     )
+    # Options that have no effect, or another one.
+    if options.bad_samples and mapped_source is None:
+        notes += (f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place",)
+    if options.mtbf_seconds is not None and options.checkpoint_every is None:
+        often = "checkpoints come as often as that makes worth while"
+        notes += (f"a rank was lost every {options.mtbf_seconds:.0f} s: {often}",)
+    if options.check_replicas and (shares or mesh.layout.data == 1):
+        one_copy = "the ranks share one copy of the model"
+        why = one_copy if mesh.layout.data > 1 else "no two ranks have the same of the model"
+        notes += (f"--check-replicas {options.check_replicas}: no effect, since {why}",)
     engine = Engine(
         job=job,
         plan=plan,
@@ -370,18 +379,6 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         stage_groups = pipeline.messages.groups if pipeline is not None else []
         observer.attach(sharded_model, optimizer, strategy, stage_groups)
     return engine
-
-
-def _without_effect(mesh: Mesh, options: Options, *, is_stream: bool, shares: bool) -> Iterator[str]:
-    """Yield sentences on options that have no effect or another one. `shares`: the ranks share one copy."""
-    if options.bad_samples and is_stream:
-        yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
-    if options.mtbf_seconds is not None and options.checkpoint_every is None:
-        yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
-    if options.check_replicas and shares and mesh.layout.data > 1:
-        yield f"--check-replicas {options.check_replicas}: no effect, since the ranks share one copy of the model"
-    if options.check_replicas and mesh.layout.data == 1:
-        yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
 
 
 def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple[Parameters, torch.optim.Optimizer]:

@@ -69,24 +69,10 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
         if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
             grains = job.grain_size / min(len(source), 2)
             with NoTrace(model, {"loss": job.loss}) as no_trace:
-                return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, no_trace), grains)
+                return _tried_format(
+                    model, LossPair(job.loss, precision), precision, batch, no_trace=no_trace, microbatch=grains
+                )
     return FormatChoice()
-
-
-def _tried(trial: _FormatTrial, microbatch: float) -> FormatChoice:
-    """Return the choice for a microbatch of `microbatch` times the trial's samples."""
-    try:
-        if not trial.operators().is_worth(microbatch):
-            return FormatChoice()
-        last = trial.gradients(channels_last=True)
-    except Exception as caught:
-        trial.gradients(channels_last=False)  # raises too if the format is not the cause
-        error = caught if isinstance(caught, ShoalError) else user_error("a backward", caught)
-        raised = error.conflict.removeprefix("it raised ")
-        return FormatChoice(note=f"{_FIRST}; with them last the model or loss raises {raised}")
-    if not _same(trial.gradients(channels_last=False), last):
-        return FormatChoice(note=f"{_FIRST}; with them last the model computes something else, or draws otherwise")
-    return FormatChoice(channels_last=True, note=_LAST)
 
 
 _FIRST = "images lie in memory with their channels first"
@@ -96,35 +82,16 @@ _LAST = (
 )
 
 
-@dataclass(frozen=True)
-class _FormatTrial:
-    model: nn.Module
-    pair: LossPair
-    precision: Precision
-    batch: Any
-    no_trace: NoTrace
-
-    def operators(self) -> ImageOperators:
-        """Return the operators of a forward with channels last."""
-        operators = ImageOperators()
-        with self._apart(), torch.enable_grad(), operators:  # the loss may differentiate
-            self.pair(self.model, replace(self.precision, channels_last=True).inputs(copy_of(self.batch)))
-        return operators
-
-    def gradients(self, *, channels_last: bool) -> list[Tensor]:
-        """Return the loss, then the gradients of all parameters that have one."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with self._apart(), torch.enable_grad():
-            precision = replace(self.precision, channels_last=channels_last)
-            total, _ = self.pair(self.model, precision.inputs(copy_of(self.batch)))
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-        return [total.detach(), *(g for g in gradients if g is not None)]
+def _tried_format(
+    model: nn.Module, pair: LossPair, precision: Precision, batch: Any, *, no_trace: NoTrace, microbatch: float
+) -> FormatChoice:
+    """Return the choice for a microbatch of `microbatch` times the samples of the batch."""
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
+    def apart() -> Iterator[None]:
         """Restore everything at the end of the context. Disable dropout within it, since its masks would differ."""
-        self.no_trace.restore()
-        dropping = [m for m in self.model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+        no_trace.restore()
+        dropping = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -134,7 +101,37 @@ class _FormatTrial:
             finally:
                 for module in dropping:
                     module.training = True
-                self.no_trace.restore()
+                no_trace.restore()
+
+    def gradients(*, channels_last: bool) -> list[Tensor]:
+        """Return the loss, then the gradients of all parameters that have one."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with apart(), torch.enable_grad():
+            total, _ = pair(model, replace(precision, channels_last=channels_last).inputs(copy_of(batch)))
+            own = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [total.detach(), *(g for g in own if g is not None)]
+
+    try:
+        operators = ImageOperators()
+        with apart(), torch.enable_grad(), operators:  # the loss may differentiate
+            pair(model, replace(precision, channels_last=True).inputs(copy_of(batch)))
+        if not operators.is_worth(microbatch):
+            return FormatChoice()
+        other_loss, *others = gradients(channels_last=True)
+    except Exception as caught:
+        gradients(channels_last=False)  # raises too if the format is not the cause
+        error = caught if isinstance(caught, ShoalError) else user_error("a backward", caught)
+        raised = error.conflict.removeprefix("it raised ")
+        return FormatChoice(note=f"{_FIRST}; with them last the model or loss raises {raised}")
+    loss, *own = gradients(channels_last=False)
+    same = len(own) == len(others) and math.isclose(float(loss), float(other_loss), rel_tol=_LOSS_TOLERANCE)
+    if same:
+        size = math.fsum(float(g.double().square().sum()) for g in own)
+        apart_by = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in zip(own, others, strict=True))
+        same = apart_by <= _GRADIENT_TOLERANCE**2 * size
+    if not same:
+        return FormatChoice(note=f"{_FIRST}; with them last the model computes something else, or draws otherwise")
+    return FormatChoice(channels_last=True, note=_LAST)
 
 
 class ImageOperators(TorchDispatchMode):
@@ -150,7 +147,7 @@ class ImageOperators(TorchDispatchMode):
         self.lost_by_weights = 0.0  # per microbatch of any size
 
     def is_worth(self, microbatch: float) -> bool:
-        """Check whether channels last saves time in microbatches of `microbatch` times the samples or more."""
+        """Return True if channels last saves time in microbatches of `microbatch` times the samples or more."""
         gained, lost = self.gained * microbatch, self.lost * microbatch + self.lost_by_weights
         step = self.rest * microbatch + gained
         return gained >= _TIMES_LOST * lost and gained > _LEAST_SHARE * step
@@ -158,37 +155,24 @@ class ImageOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         out = result[0] if isinstance(result, tuple) else result
-        if isinstance(out, Tensor) and out.ndim == 4:
-            self.rest += out.numel() * _ELEMENT_SECONDS
-            self._price(func._overloadpacket, args, out)
-        return result
-
-    def _price(self, kind: Any, args: Any, out: Tensor) -> None:
+        if not (isinstance(out, Tensor) and out.ndim == 4):
+            return result
+        self.rest += out.numel() * _ELEMENT_SECONDS
+        kind = func._overloadpacket
         if kind in (_aten.max_pool2d_with_indices, _aten.avg_pool2d):
             of_output = _MAX_POOL_SECONDS if kind is _aten.max_pool2d_with_indices else _AVERAGE_POOL_SECONDS
             taps = min(_MANY_TAPS, math.prod(args[1]) if len(args[1]) > 1 else args[1][0] ** 2)
             if not args[0].is_contiguous():  # otherwise the model has reordered it, and nothing is gained
                 self.gained += out.numel() * of_output * taps / _MANY_TAPS
         elif kind is _aten.convolution:
-            self._price_convolution(args[1], out)
+            weight = args[1]
+            count, pixels = weight.numel(), out.shape[0] * math.prod(out.shape[2:])
+            self.rest += 2.0 * count * pixels * _PRODUCTS / _FLOPS_PER_SECOND
+            each = _WEIGHT_SECONDS
+            if math.prod(weight.shape[2:]) > 1:  # otherwise both orders are identical
+                each = min(_MOST_WEIGHT_SECONDS, _WEIGHT_SECONDS + count * _MORE_SECONDS)
+                self.lost += count * pixels * _LARGE_SECONDS if count > _LARGE_WEIGHTS else 0.0
+            self.lost_by_weights += count * each
         elif kind is _aten.clone:
             self.lost += out.numel() * _COPIED_SECONDS
-
-    def _price_convolution(self, weight: Tensor, out: Tensor) -> None:
-        count, pixels = weight.numel(), out.shape[0] * math.prod(out.shape[2:])
-        self.rest += 2.0 * count * pixels * _PRODUCTS / _FLOPS_PER_SECOND
-        each = _WEIGHT_SECONDS
-        if math.prod(weight.shape[2:]) > 1:  # otherwise both orders are identical
-            each = min(_MOST_WEIGHT_SECONDS, _WEIGHT_SECONDS + count * _MORE_SECONDS)
-            self.lost += count * pixels * _LARGE_SECONDS if count > _LARGE_WEIGHTS else 0.0
-        self.lost_by_weights += count * each
-
-
-def _same(first: list[Tensor], last: list[Tensor]) -> bool:
-    """Check whether losses and gradients are equal within rounding."""
-    (loss, *own), (other, *others) = first, last
-    if len(own) != len(others) or not math.isclose(float(loss), float(other), rel_tol=_LOSS_TOLERANCE):
-        return False
-    size = math.fsum(float(g.double().square().sum()) for g in own)
-    apart = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in zip(own, others, strict=True))
-    return apart <= _GRADIENT_TOLERANCE**2 * size
+        return result
