@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.numerics.captured_draws import CapturedScope
-from shoal.training.loop.device_graph import RECORDERS, Body, CaptureRules, Recorder, Recording
+from shoal.training.loop.captured_step import RECORDERS, Body, CaptureRules, Recorder, Recording
 
 
 def memory(values: Any) -> set[int]:

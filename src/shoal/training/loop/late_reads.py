@@ -22,8 +22,7 @@ from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
-from shoal.training.loop.captured_step import CapturedStep, LaunchedStep
-from shoal.training.loop.device_graph import RECORDERS
+from shoal.training.loop.captured_step import RECORDERS, CapturedStep, LaunchedStep
 from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.observe.step_records import StepRecords

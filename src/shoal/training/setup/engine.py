@@ -44,7 +44,7 @@ from shoal.runs.directory_lock import Fence
 from shoal.runs.options import InitialWeights
 from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.loop.device_graph import refuse_uncapturable
+from shoal.training.loop.captured_step import refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.trainer import Trainer
 from shoal.training.loop.training_parts import TrainingParts

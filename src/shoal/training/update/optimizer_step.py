@@ -32,8 +32,7 @@ from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy, refuse_weig
 from shoal.parallel.model.sharded_model import ShardedModel, local, replaced, state_slices
 from shoal.plans.grains import random_key
 from shoal.training.observer import Observer
-from shoal.training.update.direct_step import DirectStep
-from shoal.training.update.fused_step import captured, fused, maskable, masked
+from shoal.training.update.fused_step import DirectStep, captured, fused, maskable, masked
 from shoal.training.update.job_optimizer import refuse_divided, step_error
 from shoal.training.update.lr_schedule import Schedule
 

@@ -26,8 +26,7 @@ import shoal
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import RunControl
-from shoal.training.loop.captured_step import StepGraph
-from shoal.training.loop.device_graph import Body, Recording
+from shoal.training.loop.captured_step import Body, Recording, StepGraph
 from shoal.training.observe.metering import MEASURED_STEPS, StepMeter
 
 PLAN = Plan().with_sections(execution={"cuda_graph": True})

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from shoal.distributed.process_setup import step_optimizer
-from shoal.training.update.direct_step import DirectStep
-from shoal.training.update.fused_step import fused
+from shoal.training.update.fused_step import DirectStep, fused
 
 INPUTS = torch.linspace(-1, 1, 24).view(8, 3)
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.errors import PlanError
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
 from shoal.plans.grains import Grain
-from shoal.training.loop.device_graph import CaptureRules, refuse_uncapturable
+from shoal.training.loop.captured_step import CaptureRules, refuse_uncapturable
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 FORBIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
