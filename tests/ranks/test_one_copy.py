@@ -14,13 +14,15 @@ import torch
 from tests.conformance.cases import job as small
 from tests.conformance.cases import mlp
 from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.ranks.test_session import BATCH, cross_entropy, dataset, network
+from tests.ranks.test_session import in_ranks as loops
 from tests.sharing import Shared
 from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
 from shoal.distributed.mesh import open_mesh
-from shoal.errors import JobError, PlanError, UserCodeError
+from shoal.errors import JobError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.parallel.shard.one_copy import SharedParameters, open_shared
 from shoal.training.observe.step_records import RecordWriter, Surroundings
@@ -319,9 +321,61 @@ def test_an_update_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path
         in_ranks(partial(small, optimizer=partial(Fails, lr=0.1)), tmp_path / "ranks", owned, ranks=3)
 
 
-def test_a_session_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a Session with memory\.shared = true"):
-        shoal.Session(shoal.Plan().with_sections(layout={"data": 2}, **ONE_COPY), global_batch=4)
+def session_loop(
+    folder: Path | None, ranks: int, *, exact: bool = True, stop: int = 0, writes: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """The weights after a loop of one's own, on ranks that share one copy of them if there are several."""
+    model = network()
+    own_plan = shoal.Plan().with_sections(layout={"data": ranks}, **(ONE_COPY if ranks > 1 else {}))
+    settings = {"global_batch": BATCH, "grains": 4, "exact": exact, "checkpoints": folder, "clip_norm": 1.0}
+    with shoal.Session(own_plan, **{**settings, **changes}) as session:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        session.prepare(model, optimizer, scheduler)
+        losses = []
+        for step in session.steps(dataset(), epochs=2):
+            for batch in step:
+                step.backward(*cross_entropy(model, batch))
+            scheduler.step()
+            losses.append(step.loss)
+            if writes:
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.2, 0.2)
+                    model[2].bias.data.mul_(0.9)
+            if step.number == stop:
+                break
+        metrics, _ = session.evaluate(dataset(20), {"accuracy": shoal.accuracy})
+    return {"weights": shoal.weights_sha256(model.state_dict()), "losses": losses, "metrics": metrics}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_session_trains_the_same_as_on_one_process(writes: bool, tmp_path: Path) -> None:
+    one = session_loop(None, 1, writes=writes)
+    both = loops(2, lambda: session_loop(None, 2, writes=writes), tmp_path / "ranks")
+    assert both == [one, one]
+
+
+def test_a_session_in_fast_mode_and_across_a_resume(tmp_path: Path) -> None:
+    one = session_loop(None, 1)
+    loops(2, lambda: session_loop(tmp_path / "run", 2, stop=5), tmp_path / "first")
+    rest = loops(2, lambda: session_loop(tmp_path / "run", 2, resume=True), tmp_path / "second")
+    assert [own["weights"] for own in rest] == [one["weights"]] * 2
+    fast, other = loops(2, lambda: session_loop(None, 2, exact=False), tmp_path / "fast")
+    assert fast == other
+    assert fast["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+def test_what_a_session_with_one_copy_refuses(tmp_path: Path) -> None:
+    def train() -> dict[str, Any]:
+        model = network()
+        own_plan = shoal.Plan().with_sections(layout={"data": 2}, **ONE_COPY)
+        with shoal.Session(own_plan, global_batch=BATCH) as session:
+            session.prepare(model, *(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])))
+            with pytest.raises(JobError, match=r"2 optimizers, with memory\.shared = true"):
+                session.steps(dataset())
+        return {}
+
+    loops(2, train, tmp_path / "ranks")
 
 
 class Viewed(nn.Sequential):

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from shoal.checkpoint.state import model_tensors
 from shoal.checkpoint.whole_optimizer import groups
 from shoal.data.loader import Microbatch
+from shoal.distributed.agreement import together
+from shoal.distributed.collectives.shared_memory.copy_on_write import why_not_copied
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError, ShoalError, UserCodeError
@@ -36,6 +38,7 @@ from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.session.state import ForwardWatch
+from shoal.training.setup.choices import CopyNeed, copy_need
 from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update, Updater
 
@@ -95,6 +98,8 @@ class UpdateWays:
                 conflict="what is held back of one pass would be added to another's gradients",
                 remedy='write compression = "none", or one optimizer with parameter groups',
             )
+        if base.plan.shares_memory:
+            together(base.mesh, lambda: self._refuse_copies(prepared))
         if not any(map(_trained, [[o] for o in prepared.optimizers])):
             raise JobError(
                 given="optimizers without trainable parameters",
@@ -111,7 +116,7 @@ class UpdateWays:
         Raises: JobError if nothing is trained, or if the trained parameters cannot change with this plan.
         Collective: all ranks, as the strategy, if the update is new.
         """
-        optimizers = [self._prepared.optimizers[number] for number in chosen]
+        base, optimizers = self._base, [self._prepared.optimizers[number] for number in chosen]
         trained, known = _trained(optimizers), self._made.get(chosen)
         if known is not None and known.trained == trained:
             return known
@@ -123,9 +128,15 @@ class UpdateWays:
                 conflict="none of their parameters requires a gradient",
                 remedy="leave the pass out, or set requires_grad before it",
             )
+        if known is not None and base.plan.shares_memory:
+            raise JobError(
+                given="an optimizer with other parameters than before the first step, with memory.shared = true",
+                conflict="its parameters and their state are in memory that all ranks share",
+                remedy="add parameter groups before session.steps(), or use memory.shared = false",
+            )
         if known is not None:
             known.strategy.close()
-        base, mine = self._base, set(trained)
+        mine = set(trained)
         exact = base.plan.execution.exact
         named = list(self._sharded_model.parameters())
         parameters = [p for _, p in named if id(p) in mine]
@@ -137,14 +148,31 @@ class UpdateWays:
         self._made[chosen] = UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
         return self._made[chosen]
 
+    def _refuse_copies(self, prepared: Prepared) -> None:
+        """Raise JobError for models and optimizers that one copy on a host does not allow."""
+        lacking = why_not_copied()
+        if lacking is not None:
+            CopyNeed("this machine", lacking).refuse()
+        if len(prepared.optimizers) > 1:
+            CopyNeed(
+                f"{len(prepared.optimizers)} optimizers",
+                "all ranks have the parameters in one memory, whose update is that of one optimizer",
+                ", or one optimizer with parameter groups",
+            ).refuse()
+        hooked = [*self._sharded_model.hooks.by_name]
+        need = copy_need(prepared.root(), prepared.optimizers[0], self._base.training.callbacks, hooked)
+        if need is not None:
+            need.refuse()
+
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._sharded_model.parameters() if p.requires_grad)
 
     def _refuse_changes(self) -> None:
         plan = self._base.plan
-        if self._all_trained() == self._first or not (plan.layout.shard > 1 or plan.collectives.compression != "none"):
+        if self._all_trained() == self._first or not (plan.divides_state or plan.collectives.compression != "none"):
             return
         how = "shard" if plan.layout.shard > 1 else "collectives.compression"
+        how = "memory.shared" if plan.shares_memory else how
         raise JobError(
             given=f"parameters that were frozen or unfrozen in the midst of the training, with {how}",
             conflict="what ranks keep for each parameter was divided among them before the first step",
@@ -183,8 +211,8 @@ class BatchPasses:
         """Construct the passes' parts. Raises: JobError, PlanError. Collective: all ranks."""
         self._base, self._prepared, self._clock = base, prepared, clock
         self._root = prepared.root()
-        divides, hooks = base.plan.layout.shard > 1, ParameterHooks(self._root)
-        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=divides, hooks=hooks)
+        hooks = ParameterHooks(self._root)
+        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=base.plan.divides_state, hooks=hooks)
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer, clock.mark)

@@ -99,7 +99,8 @@ class Saving:
         every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._trainable = Trainable(sharded_model, warns=self._rank == 0)
         states = callbacks.for_checkpoints if callbacks else None
-        trained = Trained(sharded_model, every, loader, strategy, self._schedulers, self._trainable, states)
+        shares = base.plan.shares_memory
+        trained = Trained(sharded_model, every, loader, strategy, self._schedulers, self._trainable, states, shares)
         self.keeps = store is not None
         try:
             if store is not None:

@@ -345,13 +345,6 @@ def _refuse_divided(plan: Plan) -> None:
             conflict="a loop of your own updates the parameters itself, which servers would do",
             remedy='use shoal run with a job file, or server.mode = "none"',
         )
-    if plan.shares_memory:
-        raise PlanError(
-            given="a Session with memory.shared = true",
-            conflict="a loop of your own reads parameters and steps its optimizers whenever it likes: no rank knows "
-            "when the others have read what it is about to update",
-            remedy="use memory.shared = false; or a Job and shoal run, which know when an update begins and ends",
-        )
     if plan.execution.cuda_graph:
         raise PlanError(
             given="a Session with execution.cuda_graph = true",
@@ -362,6 +355,8 @@ def _refuse_divided(plan: Plan) -> None:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(
             given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
-            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so",
-            remedy='use data, or shard with shard.level = "optimizer"; or a Job and shoal run, which divide the model',
+            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so: "
+            "each forward of a divided model is a collective, and your loop may call the model on one rank alone",
+            remedy='use data, memory.shared = true on the CPUs of one host, or shard with shard.level = "optimizer"; '
+            "or a Job and shoal run, which divide the model",
         )
