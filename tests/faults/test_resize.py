@@ -14,9 +14,9 @@ from tests.launching import Ended, Gate, Run, run, start, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
 
+from shoal.cli.run.train import _LOOK_SECONDS
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import about, newest
-from shoal.runs.resize import _LOOK_SECONDS, wish
 
 pytestmark = pytest.mark.faults
 
@@ -96,7 +96,7 @@ def test_a_request_to_stop_comes_before_a_wish(tmp_path: Path) -> None:
     gate, out = Gate(tmp_path / "gate", 3), tmp_path / "run"
     with start(Run(JOB, out, 1, environment=gate.environment)) as started:
         started.until(lambda: gate.reached(1), "the gate")
-        wish(RunDirectory(out), 2)
+        RunDirectory(out).request_resize(2)
         started.send(signal.SIGTERM)
         gate.open()
         ended = started.wait().expect(75)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
@@ -24,7 +25,7 @@ from shoal.cli.options import (
     option_names,
     options_from,
 )
-from shoal.cli.run.start import at_address, claimed, judged_request, look_aside, requested, tell_notes, trained
+from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
 from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
 from shoal.jobs.job import Job
@@ -37,9 +38,8 @@ from shoal.launch.supervise.child import other_stream
 from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.options import Option, Origin, declared
-from shoal.runs.request import RunRequest, devices_here
+from shoal.runs.request import devices_here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +124,68 @@ def run(
     the ranks start).
     Raises: the errors of the command; LaunchError inside a rank.
     """
-    return _run(dict(locals()))
+    given = dict(locals())
+    if not is_worker(os.environ):
+        refuse_rank(os.environ, "shoal.run")
+    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(RunOptions) if one.name in given}
+    if plan is None or isinstance(plan, Plan | str | os.PathLike):
+        values["plan"] = os.fspath(plan) if isinstance(plan, os.PathLike) else plan
+    elif isinstance(getattr(plan, "plan", None), Plan):
+        values["plan"] = plan.plan
+    else:
+        raise CommandError(
+            given=f"plan={plan!r:.80}",
+            conflict=f"a value of type {type(plan).__name__} is no plan",
+            remedy='write plan="FILE.toml", a shoal.Plan, or an answer of shoal.plan',
+        )
+    of_job, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
+    # Handle signals before the folder exists: their default action would leave the job's pickle behind.
+    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        options = options_from(RunOptions, values | target_of(job, of_job, Path(folder)))
+        with at_address(options) as options:
+            request = requested(options)
+            if is_worker(os.environ):
+                if request.origin("max_restarts") is Origin.OPTION:
+                    no_effect = (
+                        "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
+                    )
+                    warn_of([f"max_restarts={max_restarts}: {no_effect}"])
+                ended = trained_in_worker(options, request, signals)
+            elif on != "local":
+                ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
+            else:
+                with claimed(request) as (request, lock):
+                    for note in request.notes():
+                        print(f"note: {note}", file=sys.stderr)
+                    stream, shown = progress_stream(other_stream())
+                    request = replace(request, shown_elsewhere=shown)
+                    if request.what.needs_look and not signals.received:  # only that shows whether ranks can start
+                        request = look_aside(request, Path(folder), signals, stream)
+                    if signals.received:
+                        ended = RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
+                    else:
+                        ended = trained(request, lock, signals, stream)
+            files = RunDirectory(request.where.out, request.where.address)
+            if ended.error is not None:
+                if ended.error.traceback_text and files.errors.is_dir():
+                    ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
+                raise ended.error
+            # Without signals here, only the ranks received them.
+            if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+                step = (read_json(files.saved) or {}).get("step")
+                goes_on = f"its checkpoint is of step {step}: resume=True, out={files.shown!r} goes on"
+                message = f"the run was stopped; {goes_on if step else 'no checkpoint'}"
+                if signal.SIGINT in ended.signals:
+                    raise KeyboardInterrupt(message)
+                print(message, file=sys.stderr)
+                raise SystemExit(ended.code)
+            if ended.code != ExitCode.DONE:  # an engine's code; the engine has printed the reason
+                raise LaunchError(
+                    given=f"shoal.run(..., out={files.shown!r})",
+                    conflict=f"it ended with exit code {ended.code}",
+                    remedy="its output, and errors in the run directory, say why",
+                )
+    return Run(request.where.address or request.where.out, job)
 
 
 def plan(
@@ -161,96 +222,27 @@ def plan(
     Nothing runs on the cluster. The job is loaded in this process.
     Raises: the errors of the command.
     """
-    return _plan(dict(locals()))
+    given = dict(locals())
+    values = {name: given[name] for name in option_names(PlanOptions) if name in given}
+    of_job = settings_of("shoal.plan", PlanOptions, given)
+    from shoal.cli.plan import answered  # torch
+
+    if isinstance(job, str | os.PathLike):
+        return answered(options_from(PlanOptions, values | target_of(job, of_job, Path())))
+    request = JobRequest(_short(place_of(job)), function_name(job), tuple(of_job.items()))
+    name = f"{request.path}:{request.function or 'job'}"
+    with inside_run(os.environ):
+        loaded, _ = called(job, request)
+    return answered(options_from(PlanOptions, values | {"job": name}), (loaded, name))
 
 
-def _run(given: dict[str, Any]) -> Run:
-    """Train with the arguments of `run`, by name."""
-    if not is_worker(os.environ):
-        refuse_rank(os.environ, "shoal.run")
-    job = given["job"]
-    values = {one.name: _plain(one.option, given[one.name]) for one in declared(RunOptions) if one.name in given}
-    values["plan"] = _plan_of(given["plan"])
-    settings, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
-    # Handle signals before the folder exists: their default action would leave the job's pickle behind.
-    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
-        with at_address(options) as options:
-            request = requested(options)
-            if is_worker(os.environ):
-                if request.origin("max_restarts") is Origin.OPTION:
-                    no_effect = (
-                        "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
-                    )
-                    warn_of([f"max_restarts={options.max_restarts}: {no_effect}"])
-                ended = trained_in_worker(options, request, signals)
-            elif options.on != "local":
-                ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
-            else:
-                with claimed(request) as (request, lock):
-                    tell_notes(request)
-                    ended = _trained(request, lock, Path(folder), signals)
-            files = RunDirectory(request.where.out, request.where.address)
-            if ended.error is not None:
-                if ended.error.traceback_text and files.errors.is_dir():
-                    ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
-                raise ended.error
-            # Without signals here, only the ranks received them.
-            if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
-                step = (read_json(files.saved) or {}).get("step")
-                goes_on = f"its checkpoint is of step {step}: resume=True, out={files.shown!r} goes on"
-                message = f"the run was stopped; {goes_on if step else 'no checkpoint'}"
-                if signal.SIGINT in ended.signals:
-                    raise KeyboardInterrupt(message)
-                print(message, file=sys.stderr)
-                raise SystemExit(ended.code)
-            if ended.code != ExitCode.DONE:  # an engine's code; the engine has printed the reason
-                raise LaunchError(
-                    given=f"shoal.run(..., out={files.shown!r})",
-                    conflict=f"it ended with exit code {ended.code}",
-                    remedy="its output, and errors in the run directory, say why",
-                )
-            out = request.where.address or request.where.out
-    return Run(out, job)
-
-
-def _plain(option: Option, value: Any) -> Any:
+def _as_option(option: Option, value: Any) -> Any:
     """Return a keyword's value in the form of the command's option."""
     if option.settings.get("action") == "append":
         if isinstance(value, Mapping):
             return tuple(f"{old}={new}" for old, new in value.items())
         return (value,) if isinstance(value, str) else tuple(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
-    """Probe the job if only that shows whether ranks can start, then train. Raises: ShoalError."""
-    stream, shown = progress_stream(other_stream())
-    request = replace(request, shown_elsewhere=shown)
-    look_result = (
-        look_aside(request, folder, signals, stream) if request.what.needs_look and not signals.received else None
-    )
-    if signals.received:
-        return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
-    if look_result is not None:
-        request = judged_request(request, look_result)
-    return trained(request, lock, signals, stream)
-
-
-def _plan(given: dict[str, Any]) -> Answer:
-    """Plan with the arguments of `plan`, by name."""
-    job = given["job"]
-    values = {name: given[name] for name in option_names(PlanOptions) if name in given}
-    settings = settings_of("shoal.plan", PlanOptions, given)
-    from shoal.cli.plan import answered  # torch
-
-    if isinstance(job, str | os.PathLike):
-        return answered(options_from(PlanOptions, values | target_of(job, settings, Path())))
-    request = JobRequest(_short(place_of(job)), function_name(job), tuple(settings.items()))
-    name = f"{request.path}:{request.function or 'job'}"
-    with inside_run(os.environ):
-        made, _ = called(job, request)
-    return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
 
 
 def target_of(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
@@ -268,22 +260,6 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _plan_of(given: Any) -> str | Plan | None:
-    """Return the plan, or the path of its file, from any accepted value."""
-    if given is None or isinstance(given, Plan):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return os.fspath(given)
-    inner = getattr(given, "plan", None)
-    if isinstance(inner, Plan):
-        return inner
-    raise CommandError(
-        given=f"plan={given!r:.80}",
-        conflict=f"a value of type {type(given).__name__} is no plan",
-        remedy='write plan="FILE.toml", a shoal.Plan, or an answer of shoal.plan',
-    )
-
-
 def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the settings of the job function.
 
@@ -293,7 +269,10 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
     if isinstance(job, str | os.PathLike):
         known, where = parameters_of(os.fspath(job)), os.fspath(job)
     elif is_job(job):
-        known, where = _parameters(job), f"{place_of(job)}:{function_name(job) or 'job'}"
+        where, known = f"{place_of(job)}:{function_name(job) or 'job'}", []
+        if callable(job):
+            with contextlib.suppress(TypeError, ValueError):  # a callable implemented in C
+                known = list(inspect.signature(job).parameters)
     else:
         raise JobError(
             given=f"{call}({job!r:.60}, ...)",
@@ -318,13 +297,6 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
                 remedy="write one of them",
             )
     return settings
-
-
-def _parameters(job: Any) -> list[str]:
-    try:
-        return list(inspect.signature(job).parameters) if callable(job) else []
-    except (TypeError, ValueError):  # a callable implemented in C
-        return []
 
 
 RunLike = PathText | Run
@@ -392,7 +364,18 @@ def evaluate(
     Each process is a new interpreter, as for `shoal.run`.
     Raises: the errors of the command; LaunchError inside a rank; KeyboardInterrupt.
     """
-    return _evaluate(dict(locals()))
+    given = dict(locals())
+    refuse_rank(os.environ, "shoal.evaluate")
+    signals = Signals(impatient=False)
+    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        options = options_from(EvaluateOptions, _values("shoal.evaluate", EvaluateOptions, given, Path(folder)))
+        from shoal.cli.trained_engine import evaluate_request, in_ranks, on_this_host  # torch
+
+        result = Path(folder) / "result.json"
+        with on_this_host(evaluate_request(options, result)) as request:
+            ended = in_ranks(request, "evaluate", options.devices or devices_here(), signals, other_stream())
+        _raise(ended.error, ended.code, signals)
+        return read_json(result) or {}
 
 
 def predict(
@@ -424,41 +407,15 @@ def predict(
     size.
     Raises: the errors of the command; LaunchError inside a rank; KeyboardInterrupt.
     """
-    return _predict(dict(locals()))
-
-
-def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
-    refuse_rank(os.environ, "shoal.evaluate")
+    given = dict(locals())
+    refuse_rank(os.environ, "shoal.predict")
     signals = Signals(impatient=False)
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        options = options_from(EvaluateOptions, _values("shoal.evaluate", EvaluateOptions, given, Path(folder)))
-        from shoal.cli.trained_engine import (
-            evaluate_request,  # torch
-            in_ranks,
-            on_this_host,
-        )
-
-        result = Path(folder) / "result.json"
-        devices = options.devices or devices_here()
-        with on_this_host(evaluate_request(options, result)) as request:
-            ended = in_ranks(request, "evaluate", devices, signals, other_stream())
-        _raise(ended.error, ended.code, signals)
-        return read_json(result) or {}
-
-
-def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
-    refuse_rank(os.environ, "shoal.predict")
-    signals, data = Signals(impatient=False), given["data"]
-    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        output = given["output"] if given["output"] is not None else Path(folder) / "predictions.safetensors"
+        file = Path(folder) / "predictions.safetensors" if output is None else Path(output)
         values = _values("shoal.predict", PredictOptions, given, Path(folder))
         named = data if isinstance(data, str) else None
-        options = options_from(PredictOptions, {**values, "output": os.fspath(output), "data": named})
-        from shoal.cli.trained_engine import (
-            in_ranks,
-            on_this_host,
-            predict_request,  # torch
-        )
+        options = options_from(PredictOptions, {**values, "output": os.fspath(file), "data": named})
+        from shoal.cli.trained_engine import in_ranks, on_this_host, predict_request  # torch
         from shoal.training.microbatch.predictions import read
 
         request = predict_request(options, quiet=True)
@@ -467,7 +424,7 @@ def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
         with on_this_host(request) as here:
             ended = in_ranks(here, "predict", options.devices or 1, signals, other_stream())
         _raise(ended.error, ended.code, signals)
-        return read(Path(output))
+        return read(file)
 
 
 def _values(call: str, kind: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:

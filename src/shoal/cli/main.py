@@ -55,8 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plans:
         gc.disable()  # saves a sixth of the import time and a third of a long search
     removes = arguments is None and given[:1] and given[0] in _READING
+    plain, warnings.formatwarning = warnings.formatwarning, _warning
     with exiting((signal.SIGTERM, signal.SIGHUP) if removes else ()), unfailing_output():
-        code = _done(given)
+        try:
+            parsed = _parse(given)
+            command = _COMMANDS[parsed.command]
+            options: Any = options_of(command.options, parsed)
+            code = int(getattr(importlib.import_module(command.module), parsed.command)(options))
+        except ShoalError as error:
+            print(error.render(), file=sys.stderr)
+            code = int(error.exit_code)
+        finally:
+            warnings.formatwarning = plain
     if arguments is None:
         if plans:
             gc.freeze()  # else the exit scans millions of objects of a large search
@@ -78,20 +88,6 @@ def _end_without_threads(code: int) -> None:
         last = threading.Timer(_THREADS_SECONDS, end)
         last.daemon = True
         last.start()
-
-
-def _done(given: list[str]) -> int:
-    plain, warnings.formatwarning = warnings.formatwarning, _warning
-    try:
-        parsed = _parse(given)
-        command = _COMMANDS[parsed.command]
-        options: Any = options_of(command.options, parsed)
-        return int(getattr(importlib.import_module(command.module), parsed.command)(options))
-    except ShoalError as error:
-        print(error.render(), file=sys.stderr)
-        return int(error.exit_code)
-    finally:
-        warnings.formatwarning = plain
 
 
 def _warning(
@@ -283,25 +279,24 @@ def unfailing_output() -> Iterator[None]:
     """
     with contextlib.ExitStack() as redirected:
         for name, descriptor, redirect in _STREAMS:
-            stream = _unfailing(getattr(sys, name), descriptor)
-            if stream is not None:
-                redirected.callback(stream.flush)
-                redirected.enter_context(redirect(stream))
+            stream: TextIO | None = getattr(sys, name)
+            if stream is None:
+                unfailing = redirected.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            elif type(stream) is io.TextIOWrapper and isinstance(
+                getattr(stream.buffer, "raw", stream.buffer), io.FileIO
+            ):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+                raw = _UnfailingFile(descriptor, "wb", closefd=False)
+                unfailing = io.TextIOWrapper(
+                    raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED, python -u
+                    encoding=stream.encoding,
+                    errors=stream.errors,
+                    line_buffering=stream.line_buffering,
+                    write_through=stream.write_through,
+                )
+            else:
+                continue
+            redirected.callback(unfailing.flush)
+            redirected.enter_context(redirect(unfailing))
         yield
-
-
-def _unfailing(stream: TextIO | None, descriptor: int) -> TextIO | None:
-    if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")
-    if type(stream) is not io.TextIOWrapper or not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
-        return None
-    with contextlib.suppress(OSError):
-        stream.flush()
-    raw = _UnfailingFile(descriptor, "wb", closefd=False)
-    return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED, python -u
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )

@@ -11,7 +11,7 @@ from shoal.plans.plan import read_plan
 from shoal.runs.address import is_address
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import about, is_held, newest
-from shoal.runs.resize import granted, resized, wish, wished
+from shoal.runs.request import with_processes
 from shoal.runs.run_files import read_run
 
 _LOOK_SECONDS = 0.1
@@ -48,15 +48,15 @@ def resize(options: ResizeOptions) -> ExitCode:
         )
     plan = read_plan(directory.plan)
     # The run's own GPUs, which this command may not see. If their number is unknown, the run itself checks.
-    resized(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
+    with_processes(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
     if plan.degrees.world_size == options.devices:
         print(f"{options.run} trains on {_processes(options.devices)} already")
         return ExitCode.DONE
-    wish(directory, options.devices)
+    directory.request_resize(options.devices)
     try:
-        while wished(directory) == options.devices:
+        while directory.requested_devices() == options.devices:
             if not is_held(directory.path):
-                granted(directory)
+                directory.end_resize()
                 raise CommandError(
                     given=given,
                     conflict="the run ended before the step was over after which it would have been heeded",
@@ -64,7 +64,7 @@ def resize(options: ResizeOptions) -> ExitCode:
                 )
             time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:
-        granted(directory)
+        directory.end_resize()
         return ExitCode.INTERRUPTED
     now = newest(directory.path)
     if now == before or about(directory.path, now).get("world_size") != options.devices:

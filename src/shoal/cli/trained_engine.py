@@ -67,11 +67,6 @@ class WeightsRequest:
         return self.address or str(self.run)
 
     @property
-    def saved(self) -> SavedCheckpoint:
-        """The checkpoint. Raises: as `find`."""
-        return find(self.run, step_of(self.step))
-
-    @property
     def loaded_job(self) -> LoadedJob:
         """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
@@ -166,7 +161,7 @@ def trained_engine(
         ready = together(mesh, lambda: with_judged_grains(judgement, job))
         engine = build(ready, judgement.plan, mesh, Options(telemetry=False, take_workers=True))
         try:
-            saved = together(mesh, lambda: request.saved)
+            saved = together(mesh, lambda: find(request.run, step_of(request.step)))
 
             def take_up() -> None:
                 tensors = engine.sharded_model.tensors()
@@ -189,17 +184,14 @@ def trained_engine(
 def evaluate(options: EvaluateOptions) -> ExitCode:
     """Evaluate as a rank, or start ranks on this host that do. Raises: ShoalError."""
     request = handed_over(EvaluateRequest)
-    with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as found:
+    with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as here:
         environment = joined(os.environ)
         devices = environment.world_size if environment else options.devices or devices_here()
         if environment is None and devices > 1:
-            ended = in_ranks(found, "evaluate", devices)
-            if ended.error is not None:
-                print(ended.error.render(), file=sys.stderr)
-            return ExitCode(ended.code)
+            return _reported(in_ranks(here, "evaluate", devices))
         at = environment or Environment()
         with inside_run(os.environ):
-            return as_rank(at, lambda: _evaluate(found, options.devices or devices, at))
+            return as_rank(at, lambda: _evaluate(here, options.devices or devices, at))
 
 
 def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:
@@ -207,6 +199,13 @@ def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> Ev
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     address = options.run if is_address(options.run) else None
     return EvaluateRequest(job, Path(options.run), options.step, options.ema, address, options.json, result)
+
+
+def _reported(ended: LaunchEnd) -> ExitCode:
+    """Print the error of ranks that have ended, if there is one. Return the exit code."""
+    if ended.error is not None:
+        print(ended.error.render(), file=sys.stderr)
+    return ExitCode(ended.code)
 
 
 def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) -> ExitCode:
@@ -217,27 +216,21 @@ def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) 
             conflict="the job has no eval_data",
             remedy="give Job(eval_data=...) what is to be evaluated",
         )
-    with trained_engine(request, devices, environment, job) as (mesh, found, engine, saved):
+    with trained_engine(request, devices, environment, job) as (mesh, verdict, engine, saved):
         metrics, count = engine.evaluator.evaluate(engine.model)
         engine.strategy.rest()
-        if mesh.rank == 0:
-            _show({"run": request.shown, "step": saved.step, "samples": count, "metrics": metrics}, request, found)
+        document = {"run": request.shown, "step": saved.step, "samples": count, "metrics": metrics}
+        if mesh.rank == 0 and request.result is not None:
+            write_file(request.result, json.dumps(document))
+        elif mesh.rank == 0 and request.json:
+            print(json.dumps(document), flush=True)
+        elif mesh.rank == 0:
+            weights = "averaged weights of step" if request.ema else "step"
+            print(f"{request.shown} {weights} {saved.step}, {described(verdict.plan)}: {count} samples evaluated")
+            for name, value in metrics.items():
+                print(f"  {name} {value:.6g}")
+            sys.stdout.flush()
     return ExitCode.DONE
-
-
-def _show(document: dict[str, Any], request: EvaluateRequest, found: Judged) -> None:
-    if request.result is not None:
-        write_file(request.result, json.dumps(document))
-        return
-    if request.json:
-        print(json.dumps(document), flush=True)
-        return
-    weights = "averaged weights of step" if request.ema else "step"
-    layout = described(found.plan)
-    print(f"{request.shown} {weights} {document['step']}, {layout}: {document['samples']} samples evaluated")
-    for name, value in document["metrics"].items():
-        print(f"  {name} {value:.6g}")
-    sys.stdout.flush()
 
 
 _TRAIN, _EVAL = "train", "eval"
@@ -248,20 +241,13 @@ def predict(options: PredictOptions) -> ExitCode:
     request = handed_over(PredictRequest)
     if request is None:
         refuse_rank(os.environ, "shoal predict")
-        with on_this_host(predict_request(options)) as request:
-            return _predicted(request, options.devices or 1)
-    return _predicted(request, 1)
-
-
-def _predicted(request: PredictRequest, devices: int) -> ExitCode:
-    if devices > 1:
-        ended = in_ranks(request, "predict", devices)
-        if ended.error is not None:
-            print(ended.error.render(), file=sys.stderr)
-        return ExitCode(ended.code)
-    environment = joined(os.environ) or Environment()
-    with inside_run(os.environ):
-        return as_rank(environment, lambda: _predict(request, environment))
+    with contextlib.nullcontext(request) if request is not None else on_this_host(predict_request(options)) as here:
+        devices = 1 if request is not None else options.devices or 1
+        if devices > 1:
+            return _reported(in_ranks(here, "predict", devices))
+        environment = joined(os.environ) or Environment()
+        with inside_run(os.environ):
+            return as_rank(environment, lambda: _predict(here, environment))
 
 
 def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:

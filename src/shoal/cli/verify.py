@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.data.opened import opened
 from shoal.distributed.failures import as_shoal_error
@@ -17,7 +16,7 @@ from shoal.errors import ExitCode, PlanError
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load
-from shoal.plans.plan import Plan, described
+from shoal.plans.plan import described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest
@@ -25,7 +24,7 @@ from shoal.training.setup.engine import Options
 from shoal.training.setup.preflight import with_judged_grains
 from shoal.verification import certificate
 from shoal.verification.forked import trace_forked
-from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.judge import judge_traces
 from shoal.verification.traced_run import left_out, read_outcome
 
 
@@ -34,74 +33,66 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
     folder = request.where.out / ".traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        return _verify(request, num_steps, folder)
+        began = time.monotonic()
+        if request.what.plan.server.mode in ("bounded", "asynchronous"):
+            raise PlanError(
+                given=f'server.mode = "{request.what.plan.server.mode}"',
+                conflict="its gradients are of older parameters: it does not compute what one process computes",
+                remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
+            )
+        print(
+            f"verifying          {request.what.job.target}: {num_steps} steps on "
+            f"{request.what.plan.num_processes} process(es)",
+            flush=True,
+        )
+        if request.what.plan.num_processes == 1:
+            print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
+
+        assert request.what.judged is not None, "a request to verify is looked at"
+        plan = request.what.judged.plan.uncompressed
+        threads_text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        num_threads = (
+            int(threads_text) if threads_text.isdecimal() and int(threads_text) else request.what.threads_per_process
+        )
+        judged = request.what.judged
+        options = Options(
+            may_copy=request.origin("memory.shared") is not Origin.FILE,
+            chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
+        )
+
+        def make() -> Job:
+            seed_loading()
+            return with_judged_grains(judged, load(request.what.job).job)
+
+        trace_forked(make, plan, folder, num_steps, num_threads, options=options)
+        outcome = read_outcome(folder / "parallel")
+        plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
+        parallel_seconds = time.monotonic() - began
+        print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
+        prepare_process(plan.execution.exact, cores())
+        seed_loading()
+        loaded = load(request.what.job)
+        loaded = replace(loaded, job=opened(with_judged_grains(judged, loaded.job)))
+        verdict = judge_traces(loaded.job, plan, folder)
+        verdict.notes += left_out(request.what.plan)
+        if verdict.verified and verdict.num_steps < num_steps:
+            verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
+        mode = "exact" if plan.execution.exact else "fast"
+        kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
+        print(f"layout             {described(plan)}; {mode}; parameters {kind}; {verdict.num_steps} steps")
+        for note in verdict.notes:
+            print(f"note               {note}")
+        cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
+        print(f"cost               {cost}")
+        print(verdict.render())
+        sys.stdout.flush()
+        document = certificate(verdict, loaded, plan, parallel_seconds)
+        write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
+        print(f"written            {request.where.shown}/certificate.json")
+        return ExitCode.DONE if verdict.verified else ExitCode.FAILED
     except Exception as error:
         failure = as_shoal_error(error)
         RunDirectory(request.where.out).keep_traceback("verify", failure)
         raise failure from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
-    began = time.monotonic()
-    if request.what.plan.server.mode in ("bounded", "asynchronous"):
-        raise PlanError(
-            given=f'server.mode = "{request.what.plan.server.mode}"',
-            conflict="its gradients are of older parameters: it does not compute what one process computes",
-            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
-        )
-    print(
-        f"verifying          {request.what.job.target}: {num_steps} steps on "
-        f"{request.what.plan.num_processes} process(es)",
-        flush=True,
-    )
-    if request.what.plan.num_processes == 1:
-        print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
-
-    assert request.what.judged is not None, "a request to verify is looked at"
-    plan = request.what.judged.plan.uncompressed
-    threads_text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    num_threads = (
-        int(threads_text) if threads_text.isdecimal() and int(threads_text) else request.what.threads_per_process
-    )
-    judged = request.what.judged
-    options = Options(
-        may_copy=request.origin("memory.shared") is not Origin.FILE,
-        chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
-    )
-
-    def make() -> Job:
-        seed_loading()
-        return with_judged_grains(judged, load(request.what.job).job)
-
-    trace_forked(make, plan, folder, num_steps, num_threads, options=options)
-    outcome = read_outcome(folder / "parallel")
-    plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
-    parallel_seconds = time.monotonic() - began
-    print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
-    prepare_process(plan.execution.exact, cores())
-    seed_loading()
-    loaded = load(request.what.job)
-    loaded = replace(loaded, job=opened(with_judged_grains(judged, loaded.job)))
-    verdict = judge_traces(loaded.job, plan, folder)
-    verdict.notes += left_out(request.what.plan)
-    if verdict.verified and verdict.num_steps < num_steps:
-        verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
-    _print(verdict, plan, parallel_seconds)
-    document = certificate(verdict, loaded, plan, parallel_seconds)
-    write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
-    print(f"written            {request.where.shown}/certificate.json")
-    return ExitCode.DONE if verdict.verified else ExitCode.FAILED
-
-
-def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:
-    mode = "exact" if plan.execution.exact else "fast"
-    kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
-    print(f"layout             {described(plan)}; {mode}; parameters {kind}; {verdict.num_steps} steps")
-    for note in verdict.notes:
-        print(f"note               {note}")
-    cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
-    print(f"cost               {cost}")
-    print(verdict.render())
-    sys.stdout.flush()

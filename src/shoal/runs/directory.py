@@ -54,6 +54,20 @@ class RunDirectory:
                 remedy="restore it from a copy, or add --accept-changes to go on with the job as it is now",
             )
 
+    def request_resize(self, devices: int) -> None:
+        """Ask the run to continue with another number of processes, replacing a pending request. Raises: OSError."""
+        write_file(self.resize, json.dumps({"devices": devices}) + "\n")
+
+    def requested_devices(self) -> int | None:
+        """Return the requested number of processes, or None."""
+        devices = (read_json(self.resize) or {}).get("devices")
+        return devices if isinstance(devices, int) and devices > 0 else None
+
+    def end_resize(self) -> None:
+        """Remove the request for another number of processes."""
+        with contextlib.suppress(OSError):
+            self.resize.unlink(missing_ok=True)
+
     def keep_traceback(self, who: str, error: ShoalError) -> None:
         """Write an error's traceback, if it has one, to a file named after the process that raised the error."""
         if error.traceback_text:

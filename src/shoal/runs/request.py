@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from shoal.errors import InUseError, LaunchError
+from shoal.errors import InUseError, LaunchError, PlanError
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
-from shoal.plans.legal import conflicts, idle, refuse
+from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
 from shoal.plans.plan import read_plan
-from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
+from shoal.plans.resolve import Judged, Wishes, apply_wishes, relaid, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import NAME, DirectoryLock, Fence, claim
 from shoal.runs.options import Course, InitialWeights, Origin
-from shoal.runs.resize import resized
 from shoal.runs.sound_values import adapter
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class RunRequest:
         Raises: PlanError.
         """
         job = read_json(RunDirectory(self.where.out).job) or {}
-        plan = resized(self.what.plan, devices, job, visible_gpus())
+        plan = with_processes(self.what.plan, devices, job, visible_gpus())
         what = replace(self.what, plan=plan, judged=None, recorded_grains=job.get("grains"))
         origins = {**self.origins, "layout": Origin.OPTION}
         return replace(self, what=what, origins=origins).with_own_sums()._resuming(lost_at=at)
@@ -235,6 +235,32 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
                 raise
         in_use.add(out)
         out = default_directory(numbered, False, in_use)
+
+
+def with_processes(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan:
+    """Return the plan with another degree of the data axis, for `devices` processes in total.
+
+    `job`: content of job.json.
+    `gpus`: number of GPUs that the run sees, 0 if it uses none.
+    Raises: PlanError with the conflicts.
+    """
+    rest, given = plan.degrees.world_size // plan.layout.data, f"{devices} processes"
+    conflict = None
+    if plan.serves:
+        conflict = "a run with parameter servers keeps its number of workers"
+    elif devices % rest:
+        conflict = f"a replica of the model takes {rest}, and only whole replicas join or leave during a run"
+    elif 0 < gpus < devices:
+        conflict = f"the run sees {gpus} GPU(s), and a GPU serves one process"
+    if conflict is not None:
+        remedy = "stop the run, and go on with another plan: shoal run ... --resume --plan"
+        raise PlanError(given=given, conflict=conflict, remedy=remedy)
+    new_plan, grains = relaid(plan, devices), job.get("grains")
+    if isinstance(grains, int) and grains > 0 and new_plan.degrees.divides_grains > grains:
+        facts = ModelFacts(grains, -(-int(job.get("global_batch", grains)) // grains))
+        refuse(conflicts(new_plan, facts))
+    refuse(conflicts(new_plan))
+    return new_plan
 
 
 def devices_here() -> int:

@@ -19,7 +19,6 @@ from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest
-from shoal.runs.resize import wished
 from shoal.runs.version import __version__
 from shoal.training.setup.engine import Engine
 
@@ -261,7 +260,7 @@ def conclude(
         reporter.note(f"  {as_line(result.prediction)}")
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
-    goes_on = request.where.resizable and not told_to_stop and wished(RunDirectory(request.where.out)) is not None
+    goes_on = request.where.resizable and not told_to_stop and RunDirectory(request.where.out).requested_devices()
     if result.status == "preempted" and goes_on:
         reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
     elif result.status == "preempted":

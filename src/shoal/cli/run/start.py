@@ -38,7 +38,6 @@ from shoal.runs.directory import RunDirectory, default_directory, guarded_files,
 from shoal.runs.directory_lock import DirectoryLock, withdraw
 from shoal.runs.options import Course, Origin, course_of, declared, initial_weights, whole_number
 from shoal.runs.request import RunRequest, What, Where, claim_directory, devices_here, dumped, loaded
-from shoal.runs.resize import granted, wished
 from shoal.runs.sound_values import adapter
 
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -82,83 +81,77 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
     if limits is None:
         return replace(options, devices=whole_number("devices", options.devices, 1))
     if environment is not None:
-        return replace(options, devices=_started(limits, environment))
-    engine = options.on.partition(":")[0]
-    if engine == "local":
-        found_gpus = visible_gpus()
-        there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
-        if there < limits.least:
+        size = environment.world_size
+        if not limits.least <= size <= limits.most:
             raise LaunchError(
-                given=f"--devices {limits}",
-                conflict=f"this host has {there} {kind}",
-                remedy=f"write --devices {there}, or start it where there are more",
+                given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
+                conflict=f"the number of processes is not within {limits}",
+                remedy="start another number, or write other limits",
             )
-        most = min(limits.most, there)
-        if options.resume or options.resume_if_exists:
-            print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
-            return replace(options, devices=most)
-        choice = in_child(lambda: _planned(options, replace(limits, most=most)))
-        if "error" in choice:
-            raise from_json(choice["error"])
-        plan = loaded(Plan, choice["plan"]) if choice["plan"] is not None else None
-        number = plan.num_processes if plan is not None else most
-        why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
-        print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
-        if plan is None or options.exact:
-            return replace(options, devices=number)
-        return replace(options, devices=None, plan=plan)
-    if engine not in ELASTIC:
+        return replace(options, devices=size)
+    engine = options.on.partition(":")[0]
+    if engine in ELASTIC:
+        return replace(options, devices=limits.most)
+    if engine != "local":
         raise CommandError(
             given=f"--devices {limits} --on {options.on}",
             conflict=f"{engine} is asked for one number of processes, and gives it",
             remedy=f"write a number; a range is for local, torchrun, {', '.join(ELASTIC)}",
         )
-    return replace(options, devices=limits.most)
+    num_gpus = visible_gpus()
+    there, kind = (num_gpus, "GPUs") if num_gpus else (cores(), "cores")
+    if there < limits.least:
+        raise LaunchError(
+            given=f"--devices {limits}",
+            conflict=f"this host has {there} {kind}",
+            remedy=f"write --devices {there}, or start it where there are more",
+        )
+    most = min(limits.most, there)
+    if options.resume or options.resume_if_exists:
+        print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
+        return replace(options, devices=most)
 
+    def fastest() -> dict[str, Any]:
+        """Return the fastest plan within the limits as JSON, in a child process that loads torch and the job."""
+        from shoal.cli.options import PlanOptions
+        from shoal.cli.plan import answered
+        from shoal.distributed.failures import as_shoal_error, to_json
 
-def _started(limits: DeviceRange, environment: Environment) -> int:
-    """Return the number of processes that an engine has started. Raises: LaunchError if it is out of range."""
-    size = environment.world_size
-    if limits.least <= size <= limits.most:
-        return size
-    raise LaunchError(
-        given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
-        conflict=f"the number of processes is not within {limits}",
-        remedy="start another number, or write other limits",
+        try:
+            with inside_run(os.environ):
+                question = PlanOptions(
+                    job=str(options.job), set=options.set, max_devices=most, precision=options.precision
+                )
+                points = answered(question).curve.points
+        except (Exception, SystemExit) as caught:
+            return {"error": to_json(as_shoal_error(caught), 0, "")}
+        fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= most]
+        best = min(fit, key=lambda candidate: candidate.rank, default=None)
+        return {"plan": dumped(best.plan) if best is not None else None}
+
+    choice = in_child(fastest)
+    if "error" in choice:
+        raise from_json(choice["error"])
+    plan = loaded(Plan, choice["plan"]) if choice["plan"] is not None else None
+    number = plan.num_processes if plan is not None else most
+    why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
+    print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
+    return (
+        replace(options, devices=number) if plan is None or options.exact else replace(options, devices=None, plan=plan)
     )
 
 
-def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:
-    """Return the fastest plan within the limits, as JSON.
-
-    Call this in a child process, since it loads torch and the job.
-    """
-    from shoal.cli.options import PlanOptions
-    from shoal.cli.plan import answered
-    from shoal.distributed.failures import as_shoal_error, to_json
-
-    try:
-        with inside_run(os.environ):
-            plan_options = PlanOptions(
-                job=str(options.job), set=options.set, max_devices=limits.most, precision=options.precision
-            )
-            points = answered(plan_options).curve.points
-    except (Exception, SystemExit) as caught:
-        return {"error": to_json(as_shoal_error(caught), 0, "")}
-    fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= limits.most]
-    best = min(fit, key=lambda candidate: candidate.rank, default=None)
-    return {"plan": dumped(best.plan) if best is not None else None}
-
-
-_REQUEST, _FOUND = "look.json", "found.json"
+_REQUEST, _RESULT = "look.json", "result.json"
 _POLL_SECONDS = 0.05
 _PROGRAM = "import sys, shoal.cli.run.start; shoal.cli.run.start.probe(sys.argv[1])"
 
 
-def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> dict[str, Any] | None:
-    """Return the result of `training.preflight.look` in another process, or None if a signal requested a stop.
+def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> RunRequest:
+    """Return the request with its plan completed by another interpreter that loads the job.
 
-    Raises: LaunchError if that process dies.
+    A fork of a process that already uses torch may lack threads of OpenMP or autograd, or lose CUDA. If a signal
+    requests a stop, the request is returned unchanged.
+    Raises: LaunchError if that process dies; errors of job and plan.
     """
     (folder / _REQUEST).write_text(dumped(request), encoding="utf-8")
     relay = OutputRelay(stream) if stream is not None else None
@@ -172,12 +165,12 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
         if relay is not None:
             relay.close()
     if signals.received:
-        return None
+        return request
     try:
-        result: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+        result = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise no_answer(code) from None
-    return result
+    return _judged_request(request, result)
 
 
 def probe(path: str) -> None:
@@ -186,7 +179,7 @@ def probe(path: str) -> None:
 
     folder = Path(path)
     result = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
-    (folder / _FOUND).write_text(json.dumps(result), encoding="utf-8")
+    (folder / _RESULT).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # do not wait for threads that the job's code started
 
@@ -197,7 +190,7 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     request = request.with_devices(devices_here()).with_own_sums()
     request.check_plan()
     with claim_directory(request) as lock:
-        granted(RunDirectory(lock.folder))  # a leftover resize request belongs to another call
+        RunDirectory(lock.folder).end_resize()  # a leftover resize request belongs to another call
         # A process that trains alone occupies its GPU until it exits.
         alone = request.what.plan.num_processes == 1 and visible_gpus() > 0
         try:
@@ -207,17 +200,11 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
             withdraw(lock.folder)
 
 
-def tell_notes(request: RunRequest) -> None:
-    """Print the chosen defaults and the reasons."""
-    for note in request.notes():
-        print(f"note: {note}", file=sys.stderr)
-
-
-def judged_request(request: RunRequest, found: dict[str, object]) -> RunRequest:
+def _judged_request(request: RunRequest, result: dict[str, Any]) -> RunRequest:
     """Return the request completed by a probe of its job. Raises: the error of the probe, with its traceback stored."""
-    if "error" not in found:
-        return loaded(RunRequest, str(found["request"]))
-    error = from_json(found["error"])  # type: ignore[arg-type]
+    if "error" not in result:
+        return loaded(RunRequest, result["request"])
+    error = from_json(result["error"])
     RunDirectory(request.where.out).keep_traceback("launcher", error)
     raise error
 
@@ -240,7 +227,7 @@ def trained(
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         if not lost_at:
-            granted(RunDirectory(request.where.out))  # after a loss, a pending resize request stays
+            RunDirectory(request.where.out).end_resize()  # after a loss, a pending resize request stays
         recovery.events.fence = request.where.fence
         run = LocalRun(
             arguments,
@@ -270,7 +257,7 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     If the number does not fit the run, a note says why and the run continues with its previous number.
     """
     directory = RunDirectory(request.where.out)
-    devices = wished(directory) if code == ExitCode.PREEMPTED and not signals.received else None
+    devices = directory.requested_devices() if code == ExitCode.PREEMPTED and not signals.received else None
     if devices is None:
         return None
     ended_at, before = time.time(), request.what.plan.num_processes
@@ -296,10 +283,65 @@ def load_rank() -> None:
 
 def run(options: RunOptions) -> int:
     """Train in this process, as a rank of a launcher, or with ranks that are started here or on an engine."""
-    if REQUEST_FILE in os.environ:
-        return _run(options)
+    environment = detected(os.environ)
+    handed_over = os.environ.pop(REQUEST_FILE, None)
+    if environment is not None and handed_over is not None:
+        request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
+        return _train(request, environment, Signals(impatient=False))
     with guarded_files(options.private), at_address(options) as options:
-        return _run(options)
+        limits = range_of(options)
+        options = with_number(options, environment)
+        if options.dry_run or (environment is None and options.on != "local"):
+            return submitted(options, requested(options), least=limits.least if limits is not None else None)
+        if environment is not None and options.on != "local":
+            raise CommandError(
+                given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
+                f"{environment.rank} of {environment.world_size}",
+                conflict="ranks are started once: by that engine, or by --on",
+                remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
+            )
+        request = requested(options)
+        if options.out is not None and not options.resume:  # an engine's restart resumes
+            request = request.restarted(restarts(os.environ))
+        if environment is not None and environment.num_to_start and environment.num_hosts == 1:
+            request, environment = request.with_devices(environment.num_to_start, Origin.OPTION), None
+        if environment is None:
+            return _run_here(request)
+        if environment.num_to_start:
+            return started_on_host(options, request, environment)
+        world_size = environment.world_size
+        request = request.with_devices(world_size, Origin.OPTION)
+        if environment.single_host:
+            request = request.with_own_sums()
+        left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
+        source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
+        refuse(other_world(request.what.plan, World(world_size, source)))
+        signals = Signals(impatient=not has_launcher(os.environ))
+        for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
+            os.environ.setdefault(name, text)
+        return _train(request, environment, signals, unprepared=True)
+
+
+def _run_here(request: RunRequest) -> int:
+    """Train in this process or with ranks on this host, and return the exit code."""
+    with claimed(request) as (request, lock):
+        if request.what.plan.num_processes == 1:
+            request, signals = request.begun(), Signals(impatient=True)
+            with inside_run(os.environ):
+                code = _train(request, Environment(), signals)
+            following = resized(request, code, signals)  # a stop request has priority over a resize request
+            if following is None:
+                return code
+            request = following  # this process is a launcher from now on
+        for note in request.notes():
+            print(f"note: {note}", file=sys.stderr)
+        try:
+            request, signals = looked_at(request) if request.what.needs_look else request, Signals(impatient=False)
+            with signals.handled():
+                ended = trained(request, lock, signals)
+        except ShoalError as error:
+            return tell(request, error)
+        return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
 
 
 @contextlib.contextmanager
@@ -315,71 +357,11 @@ def at_address(options: RunOptions) -> Iterator[RunOptions]:
         yield replace(options, out=str(out), address=options.out)
 
 
-def _run(options: RunOptions) -> int:
-    environment = detected(os.environ)
-    handed_over = os.environ.pop(REQUEST_FILE, None)
-    if environment is not None and handed_over is not None:
-        request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
-        return _train(request, environment, Signals(impatient=False))
-    limits = range_of(options)
-    options = with_number(options, environment)
-    if options.dry_run or (environment is None and options.on != "local"):
-        return submitted(options, requested(options), least=limits.least if limits is not None else None)
-    if environment is not None and options.on != "local":
-        raise CommandError(
-            given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
-            f"{environment.rank} of {environment.world_size}",
-            conflict="ranks are started once: by that engine, or by --on",
-            remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
-        )
-    request = requested(options)
-    if options.out is not None and not options.resume:  # an engine's restart resumes
-        request = request.restarted(restarts(os.environ))
-    if environment is not None and environment.num_to_start and environment.num_hosts == 1:
-        request, environment = request.with_devices(environment.num_to_start, Origin.OPTION), None
-    if environment is not None and environment.num_to_start:
-        return started_on_host(options, request, environment)
-    if environment is not None:
-        world_size = environment.world_size
-        request = request.with_devices(world_size, Origin.OPTION)
-        if environment.single_host:
-            request = request.with_own_sums()
-        left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
-        source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
-        refuse(other_world(request.what.plan, World(world_size, source)))
-        signals = Signals(impatient=not has_launcher(os.environ))
-        for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
-            os.environ.setdefault(name, text)
-        return _train(request, environment, signals, unprepared=True)
-    return _started_here(request)
-
-
-def _started_here(request: RunRequest) -> int:
-    """Train in this process or with ranks on this host, and return the exit code."""
-    with claimed(request) as (request, lock):
-        if request.what.plan.num_processes == 1:
-            request, heard = request.begun(), Signals(impatient=True)
-            with inside_run(os.environ):
-                code = _train(request, Environment(), heard)
-            following = resized(request, code, heard)  # a stop request has priority over a resize request
-            if following is None:
-                return code
-            request = following  # this process is a launcher from now on
-        tell_notes(request)
-        try:
-            request, signals = looked_at(request) if request.what.needs_look else request, Signals(impatient=False)
-            with signals.handled():
-                ended = trained(request, lock, signals)
-        except ShoalError as error:
-            return tell(request, error)
-        return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
-
-
 def verify(options: VerifyOptions) -> int:
     """Verify the run that `shoal run` would train with these options."""
     with (
-        at_address(RunOptions(**vars(options), no_telemetry=True)) as asked,
-        claimed(requested(asked, suffix="-verify")) as (request, _),
+        at_address(RunOptions(**vars(options), no_telemetry=True)) as run_options,
+        claimed(requested(run_options, suffix="-verify")) as (request, _),
     ):
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
 
@@ -473,7 +455,7 @@ def looked_at(request: RunRequest) -> RunRequest:
         with inside_run(os.environ):
             return look(request)
 
-    return judged_request(request, in_child(work))
+    return _judged_request(request, in_child(work))
 
 
 def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int:

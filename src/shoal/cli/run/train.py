@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.checkpoint.places import RemotePlace
-from shoal.checkpoint.run_state import RunState
-from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
+from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
 from shoal.cli.run.description import (
     Lengths,
     accepted_changes,
@@ -54,9 +53,7 @@ from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
-from shoal.runs.resize import ResizeWish
 from shoal.runs.source import writing_source
-from shoal.training.loop.between_steps import Outcome
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
@@ -64,6 +61,10 @@ from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.members import Members
+
+
+# Minimum time between two looks of rank 0 for a request to resize, so that they do not slow down short steps.
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -93,32 +94,54 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     directory = RunDirectory(request.where.out)
     start_up = StartUp(request.lost_at or request.started_at)
     start_up.ends("launch")
-    with contextlib.ExitStack() as held:  # holds the directory's lock until the last file is written
+    with contextlib.ExitStack() as stack:  # holds the directory's lock until the last file is written
         try:
-            held.enter_context(guarded_files(request.course.private))
-            held.enter_context(_fenced(request, environment))
+            stack.enter_context(guarded_files(request.course.private))
+            stack.enter_context(_fenced(request, environment))
             prepare_process(request.what.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before the job is loaded here
-            loaded = _attempt(request)
+            seed_loading()
+            try:
+                own = replace(load(request.what.job), draws=request.what.job.by_value or has_drawn_since_loading())
+                failure = None
+            except (Exception, SystemExit) as caught:
+                failure = as_shoal_error(caught)
+
+            def loaded() -> LoadedJob:
+                """Return the job or raise its error, which all ranks do together once they have met."""
+                if failure is not None:
+                    raise failure
+                return own
+
             if request.what.plan.serves:
                 return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.what.plan.degrees) as mesh:
-                call = _Call(request, together(mesh, loaded), signals, unlike=unlike, start_up=start_up)
-                plan, call = _agree(mesh, call, unprepared)
+                whole = together(mesh, loaded)
+                job, judged = whole.job, request.what.judged
+                if judged is None:
+                    if job.grains is None:  # choosing grains may read samples: open the data only once
+                        job = together(mesh, partial(opened, job))
+                    judged = decided_by_rank_0(mesh, Judged, partial(judged_for, request, job))
+                whole = replace(whole, job=together(mesh, lambda: opened(with_judged_grains(judged, job))))
+                if mesh.rank == 0:
+                    _warn(whole.job, request, unprepared)
+                shake_hands(mesh, whole, request)
                 if unprepared:
-                    out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(claim_directory(request)).folder)
+                    out = decided_by_rank_0(mesh, Path, lambda: stack.enter_context(claim_directory(request)).folder)
                     if request.where.address is None:  # else each process has its own working copy
                         request = replace(request, where=replace(request.where, out=out))
                         directory = RunDirectory(out)
                     if mesh.rank == 0:
-                        held.callback(withdraw, out)
+                        stack.callback(withdraw, out)
                     generation = decided_by_rank_0(mesh, int, lambda: request.begun().where.generation)
                     request = replace(request, where=replace(request.where, generation=generation))
-                    held.enter_context(_fenced(request, environment))
-                    call = replace(call, request=request)
-                return _train(mesh, plan, call)
+                    stack.enter_context(_fenced(request, environment))
+                about = (judged.notes, judged.why_grains)
+                return _train(
+                    mesh, judged.plan, _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up)
+                )
         except (Exception, SystemExit) as caught:
             request.where.fence.check()  # a paused process lost the others; report the reason
             error = as_shoal_error(caught)
@@ -138,21 +161,6 @@ def _fenced(request: RunRequest, environment: Environment) -> AbstractContextMan
     return request.where.fence.watched(says=REPORT_FILE not in os.environ, seldom=many)
 
 
-def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
-    """Load the job. Return a function that returns it or raises its error, to be called when all ranks have met."""
-    seed_loading()
-    try:
-        loaded = replace(load(request.what.job), draws=request.what.job.by_value or has_drawn_since_loading())
-    except (Exception, SystemExit) as caught:
-        error = as_shoal_error(caught)
-
-        def fail() -> LoadedJob:
-            raise error
-
-        return fail
-    return lambda: loaded
-
-
 def _compared(request: RunRequest) -> list[str] | None:
     """Return the fields of the job that a resume's settings change; None if unknown or not needed."""
     saved = (
@@ -170,22 +178,6 @@ def _compared(request: RunRequest) -> list[str] | None:
         os.kill(os.getpid(), signal.SIGTERM)
         return None
     return fields
-
-
-def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
-    """Return the plan for all ranks, and the call with opened data.
-
-    Collective: all ranks.
-    """
-    request, job = call.request, call.loaded.job
-    if request.what.judged is None and job.grains is None:  # choosing grains may read samples: open the data only once
-        job = together(mesh, lambda: opened(job))
-    judged = request.what.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
-    loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(judged, job))))
-    if mesh.rank == 0:
-        _warn(loaded.job, request, unprepared)
-    shake_hands(mesh, loaded, request)
-    return judged.plan, replace(call, loaded=loaded, notes=judged.notes, why_grains=judged.why_grains)
 
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
@@ -223,7 +215,7 @@ def _options(request: RunRequest, loaded: LoadedJob) -> Options:
     if course.track:
         from shoal.training.trackers.tracker import Tracker
 
-        callbacks = (*callbacks, *map(Tracker, course.track))
+        callbacks += tuple(map(Tracker, course.track))
     return Options(
         checkpoints=directory.checkpoints,
         saved=directory.saved,
@@ -311,17 +303,65 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             engine.keeper.save(engine.first_state(), wait=True)
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
-            around = _surroundings(call, mesh, reporter, result, description)
+
+            def on_step(record: StepRecord, slowest_rank: int) -> None:
+                if request.lost_at is not None and result.first_step_at is None:
+                    events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+                result.take(record)
+                reporter.step(record, slowest_rank)
+
+            is_resized, next_look = False, 0.0 if mesh.rank == 0 and request.where.resizable else math.inf
+
+            def stop_requested() -> bool:
+                """Return True after a signal, and on rank 0 once another number of processes is requested."""
+                nonlocal is_resized, next_look
+                if call.signals.received:
+                    return True
+                now = time.monotonic()
+                if not is_resized and now >= next_look:
+                    is_resized, next_look = directory.requested_devices() is not None, now + _LOOK_SECONDS
+                return is_resized
+
+            events = Events(directory.events if mesh.rank == 0 else None, request.where.fence)
+            about = (request.where.out, loaded.settings, description, request.course.evaluate_every, events)
+            around = Surroundings(reporter.note, on_step, stop_requested, *about)
             if first < num_steps:
                 said = engine.rehearse()
                 if said is not None:
                     reporter.note(said)
-            result.log = log = _tell_start(call, engine, (state, num_steps))
+            result.log = AttemptLog(directory.attempts if mesh.rank == 0 else None, fence=request.where.fence)
+            call.start_up.ends("prepare")
+            device = mesh.device.type
+            result.log.began(
+                request.lost_at or request.started_at,
+                call.start_up.seconds,
+                resumed_from=first if state else 0 if request.course.resume else None,
+                restarts=request.restarts,
+                num_steps=num_steps,
+                world_size=engine.plan.degrees.world_size,
+                threads=torch.get_num_threads(),
+                cores=cores(),
+                evaluate_every=request.course.evaluate_every,
+                checkpoint_every=request.course.checkpoint_every,
+                host=platform.node(),
+                device=torch.cuda.get_device_name(mesh.device) if device == "cuda" else device,
+            )
             result.began_at = time.time()
             records_file = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
-            records = RecordWriter(records_file, log.undone, request.where.fence)
-            with contextlib.closing(records), _profiled(call, reporter.note):
-                outcome, served = _trained(engine, (state, num_steps), around, records, crew)
+            records = RecordWriter(records_file, result.log.undone, request.where.fence)
+            with contextlib.closing(records):
+                if call.profile is not None:
+                    call.profile.attach(reporter.note)
+                served = None
+                if crew is None:
+                    outcome = engine.trainer(state, num_steps, around, records).train()
+                else:
+                    from shoal.training.parameter_server.conductor import Conductor
+
+                    conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
+                    outcome, served = conductor.train(), conductor.report()
+                if call.profile is not None:
+                    call.profile.conclude()
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -336,73 +376,3 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             source.join()
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
-
-
-def _surroundings(
-    call: _Call, mesh: Mesh, reporter: Reporter, result: Result, description: dict[str, Any]
-) -> Surroundings:
-    """Return the training's callbacks for steps, and its check for stop and resize requests."""
-    request, directory = call.request, RunDirectory(call.request.where.out)
-
-    def on_step(record: StepRecord, slowest_rank: int) -> None:
-        if request.lost_at is not None and result.first_step_at is None:
-            events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
-        result.take(record)
-        reporter.step(record, slowest_rank)
-
-    resize = ResizeWish(directory if mesh.rank == 0 and request.where.resizable else None)
-    events = Events(directory.events if mesh.rank == 0 else None, request.where.fence)
-    about = (request.where.out, call.loaded.settings, description, request.course.evaluate_every, events)
-    return Surroundings(reporter.note, on_step, lambda: bool(call.signals.received or resize), *about)
-
-
-@contextlib.contextmanager
-def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
-    """Trace the steps in a context if requested. The trace is written if the context ends without an error."""
-    if call.profile is None:
-        yield
-        return
-    call.profile.attach(note)
-    yield
-    call.profile.conclude()
-
-
-def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
-    """Create the log of attempts and record this attempt with its start-up times."""
-    state, num_steps = course
-    path = RunDirectory(call.request.where.out).attempts if engine.mesh.rank == 0 else None
-    log = AttemptLog(path, fence=call.request.where.fence)
-    call.start_up.ends("prepare")
-    device = engine.mesh.device.type
-    log.began(
-        call.request.lost_at or call.request.started_at,
-        call.start_up.seconds,
-        resumed_from=state.step if state else 0 if call.request.course.resume else None,
-        restarts=call.request.restarts,
-        num_steps=num_steps,
-        world_size=engine.plan.degrees.world_size,
-        threads=torch.get_num_threads(),
-        cores=cores(),
-        evaluate_every=call.request.course.evaluate_every,
-        checkpoint_every=call.request.course.checkpoint_every,
-        host=platform.node(),
-        device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
-    )
-    return log
-
-
-def _trained(
-    engine: Engine,
-    course: tuple[RunState | None, int],
-    around: Surroundings,
-    records: RecordWriter,
-    crew: Members | None,
-) -> tuple[Outcome, dict[str, Any] | None]:
-    """Train from a state up to a step. Return the outcome and, with servers, statistics of the pushes."""
-    state, num_steps = course
-    if crew is None:
-        return engine.trainer(state, num_steps, around, records).train(), None
-    from shoal.training.parameter_server.conductor import Conductor
-
-    conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
-    return conductor.train(), conductor.report()

@@ -15,7 +15,6 @@ from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Course, Origin
 from shoal.runs.request import RunRequest, What, Where
-from shoal.runs.resize import wish
 
 
 def said(plan: Plan, label: str = "devices", resumed: int | None = None, **settings: Any) -> str:
@@ -92,7 +91,7 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
     )
     what = What(JobRequest(Path("job.py")), Plan())
     request = RunRequest(what, Where(tmp_path, resizable=True), Course(), 0.0)
-    wish(RunDirectory(tmp_path), 2)
+    RunDirectory(tmp_path).request_resize(2)
     conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)
     assert lines[-1].startswith(last)
     assert "share nan  (8 samples evaluated)" in lines[0]
