@@ -122,12 +122,9 @@ PICKLES_FOR_ITS_OWN_PROCESSES = {
 MAX_METHODS = 12
 LARGE_CLASSES = {
     "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "torch's names",
-    "src/shoal/plans/plan.py: class Plan": "",
     "src/shoal/training/observer.py: class Observer": "an interface: one hook for each event of a step",
     "src/shoal/training/session/loop.py: class Loop": "",
     "src/shoal/training/session/session.py: class Session": "",
-    "src/shoal/verification/compare.py: class _Comparison": "",
-    "src/shoal/verification/reference.py: class Reference": "",
 }
 
 

@@ -52,8 +52,16 @@ def bench(options: BenchOptions) -> int:
             conflict=why,
             remedy=f"leave --{name} out, or write shoal bench {other}",
         )
-    found_gpus = gpus()
-    ranks = _ranks(options.ranks, len(found_gpus))
+    gpu_names = gpus()
+    ranks = most_ranks = len(gpu_names) or min(8, cores())
+    if options.ranks is not None:
+        if not options.ranks.isdecimal() or int(options.ranks) < 1 or (gpu_names and int(options.ranks) > most_ranks):
+            raise CommandError(
+                given=f"--ranks {options.ranks}",
+                conflict="that is no number of processes" + (f" for {most_ranks} GPU(s)" if gpu_names else ""),
+                remedy=f"write --ranks {most_ranks}, say",
+            )
+        ranks = int(options.ranks)
     out = Path(options.out) if options.out else None
     if out is not None and not out.absolute().parent.is_dir():
         raise CommandError(
@@ -65,8 +73,8 @@ def bench(options: BenchOptions) -> int:
         if busy.share() >= _BUSY_SHARE:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
         return code
-    measured = _measurements(ranks, options.quick, bool(found_gpus))
-    cluster = undisturbed(divided(assembled(measured, found_gpus), options.quick), busy.share())
+    measured = _measurements(ranks, options.quick, bool(gpu_names))
+    cluster = undisturbed(divided(assembled(measured, gpu_names), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
     facts = measured[0].facts
     text = dump(
@@ -101,19 +109,6 @@ _UNREAD = {
 }
 
 
-def _ranks(text: str | None, num_gpus: int) -> int:
-    most = num_gpus or min(8, cores())
-    if text is None:
-        return most
-    if not text.isdecimal() or int(text) < 1 or (num_gpus and int(text) > num_gpus):
-        raise CommandError(
-            given=f"--ranks {text}",
-            conflict="that is no number of processes" + (f" for {num_gpus} GPU(s)" if num_gpus else ""),
-            remedy=f"write --ranks {most}, say",
-        )
-    return int(text)
-
-
 def counts(ranks: int) -> list[int]:
     """Return the numbers of processes to measure: the powers of 2 below `ranks`, and `ranks`."""
     return sorted({1, ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power < ranks)})
@@ -132,29 +127,31 @@ class Busy:
         return max(0.0, others / lasted / cores())
 
 
-def undisturbed(found: Cluster, others: float) -> Cluster:
+def undisturbed(cluster: Cluster, others: float) -> Cluster:
     """Return the cluster with a note if other programs were active, and with estimates for useless values.
 
     Threads that wait for each other also wait for busy cores: a product of 0.1 ms took 70 ms on two busy cores. A
     single thread's time remains valid, so n threads are estimated as n times one thread.
     """
     if others < _BUSY_SHARE:
-        return found
+        return cluster
     reason = f"other programs used {others:.0%} of the cores meanwhile"
     again = "run shoal bench again when the machine is idle"
-    core, most = found.device, found.devices_per_host
-    if others < _USELESS_SHARE or core.kind == "gpu" or cores() // most > 1 or not found.alternatives:
-        return replace(found, notes=(f"{reason}: what several threads or processes do is measured too slow; {again}",))
+    core, most = cluster.device, cluster.devices_per_host
+    if others < _USELESS_SHARE or core.kind == "gpu" or cores() // most > 1 or not cluster.alternatives:
+        return replace(
+            cluster, notes=(f"{reason}: what several threads or processes do is measured too slow; {again}",)
+        )
     estimate = f"not measured, since {reason}: so many times one thread's"
     alternatives = {}
-    for ranks, measured in found.alternatives.items():
+    for ranks, measured in cluster.alternatives.items():
         scaled = of_cores(core, cores(), ranks)
         sources = {**core.sources, **dict.fromkeys(("flops", "matmul", "memory", "memory_bytes_per_second"), estimate)}
         alternatives[ranks] = replace(scaled, name=measured.name, memory_bytes=measured.memory_bytes, sources=sources)
     note = (
         f"{reason}: several threads are estimated from one, and what processes exchange is measured too slow; {again}"
     )
-    return replace(found, alternatives=alternatives, notes=(note,))
+    return replace(cluster, alternatives=alternatives, notes=(note,))
 
 
 def busy_seconds() -> float:
@@ -187,15 +184,15 @@ def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
     return measured
 
 
-def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:
+def assembled(measured: Sequence[Measured], gpu_names: Sequence[str]) -> Cluster:
     """Build the cluster from measurements with growing numbers of processes. Storage comes from the first."""
     when = time.strftime("%Y-%m-%d")
     first, last = measured[0], measured[-1]
     torch = first.facts.get("torch")
-    model = found_gpus[0] if found_gpus else processor()
+    model = gpu_names[0] if gpu_names else processor()
     source = f"measured by shoal bench on {when}, torch {torch}, {model}"
     alternatives: dict[int, Device] = {}
-    if found_gpus:  # with peaks, tile and price from the catalogue if it has the model
+    if gpu_names:  # with peaks, tile and price from the catalogue if it has the model
         known = catalogued(kind) if (kind := kind_of(model)) else None
         facts = first.facts
         device = device_of(first, str(facts["model"]), int(facts["memory_bytes"]), source, known=known)
@@ -205,7 +202,7 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
             for one in measured
         }
         device = alternatives.pop(last.ranks)
-    name = f"{'nccl' if found_gpus else 'gloo'} between {last.ranks} processes of one host"
+    name = f"{'nccl' if gpu_names else 'gloo'} between {last.ranks} processes of one host"
     storage = first.of_name("storage")
     return Cluster(
         name="here",
@@ -218,23 +215,23 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
     )
 
 
-def divided(found: Cluster, quick: bool) -> Cluster:
+def divided(cluster: Cluster, quick: bool) -> Cluster:
     """Return the cluster with the engine's costs on axes that divide a model, measured with all processes.
 
     Each axis has its own processes, since each loads its own modules.
     """
-    ranks, device = found.devices_per_host, found.device
+    ranks, device = cluster.devices_per_host, cluster.device
     if device.kind == "gpu" or ranks == 1:
-        return found
+        return cluster
     threads, known = max(1, cores() // ranks), {}
     print(f"measuring models divided over {ranks} processes ...", flush=True)
     for axis in DIVIDED:
         task = {"seconds": 0.0, "quick": quick, "axis": axis}
         rows = results_of("machine", task, ranks, threads, f"a measurement of the {axis} axis with {ranks} processes")
-        links = found.within, found.algorithms.get(PROCESS_GROUP, found.within)
+        links = cluster.within, cluster.algorithms.get(PROCESS_GROUP, cluster.within)
         known[axis] = divided_of(Measured.of(rows), axis, device.dispatch_seconds, *links)
     sources = {**device.sources, "divided": device.sources["dispatch_seconds"]}
-    return replace(found, device=replace(device, divided=known, sources=sources))
+    return replace(cluster, device=replace(device, divided=known, sources=sources))
 
 
 def _with(source: str, measured: Measured) -> str:
@@ -246,10 +243,10 @@ def _threads(measured: Measured) -> str:
     return f"{number} thread{'s' * (number > 1)}"
 
 
-def summary(found: Cluster) -> str:
+def summary(cluster: Cluster) -> str:
     """Return a few lines for the terminal."""
     lines = []
-    for ranks, device in sorted({**found.alternatives, found.devices_per_host: found.device}.items()):
+    for ranks, device in sorted({**cluster.alternatives, cluster.devices_per_host: cluster.device}.items()):
         peaks = ", ".join(f"{dtype} {value / 1e9:,.0f}" for dtype, value in device.flops.items())
         lines += [
             f"{ranks} process{'es' * (ranks > 1)}: {device.name}",
@@ -257,12 +254,12 @@ def summary(found: Cluster) -> str:
             f"  memory: {device.memory_bytes_per_second / 1e9:.1f} GB/s; "
             f"an operator: {device.dispatch_seconds * 1e6:.1f} us",
         ]
-    if found.within is not None:
-        link = found.within
+    if cluster.within is not None:
+        link = cluster.within
         lines.append(
             f"{link.name}: {link.bytes_per_second / 1e9:.2f} GB/s, {link.latency_seconds * 1e6:.0f} us a hop, "
             f"{link.call_seconds * 1e6:.0f} us a call"
         )
-    if found.storage_bytes_per_second is not None:
-        lines.append(f"storage: {found.storage_bytes_per_second / 1e6:,.0f} MB/s written")
+    if cluster.storage_bytes_per_second is not None:
+        lines.append(f"storage: {cluster.storage_bytes_per_second / 1e6:,.0f} MB/s written")
     return "\n".join(lines)

@@ -21,27 +21,35 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 def export(options: ExportOptions) -> ExitCode:
     """Export a checkpoint's weights and print the file names. Raises: ShoalError."""
-    folder, found, step = exported(options)
+    folder, summary, step = exported(options)
     which = f"step {step}{', averaged' if options.ema else ''}"
-    print(f"exported {options.run} {which}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
-    for name in found.files:
+    print(f"exported {options.run} {which}: {summary.num_tensors} tensors, {summary.num_bytes:,} bytes")
+    for name in summary.files:
         print(f"  {folder / name}")
-    if found.has_config:
+    if summary.has_config:
         print("Transformers' from_pretrained reads this folder")
-    if found.adapter:
+    if summary.adapter:
         print("the adapter alone: peft's PeftModel.from_pretrained(base, folder) reads it")
     return ExitCode.DONE
 
 
 def exported(options: ExportOptions) -> tuple[Path, Exported, int]:
     """Export a checkpoint's weights. Return the folder, a description of it, and the step. Raises: ShoalError."""
-    form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", options.max_shard_size.strip().upper())
+    size = int(float(match[1]) * _UNITS.get(match[2] or "", 2**40)) if match else 0
+    if size < 1:
+        raise CommandError(
+            given=f"--max-shard-size {options.max_shard_size}",
+            conflict="--max-shard-size takes a number of bytes, with or without KB, MB, GB, KiB, MiB or GiB",
+            remedy="write --max-shard-size 5GB, say",
+        )
+    form = ExportFormat(size, getattr(torch, options.dtype) if options.dtype else None)
     step, folder = step_of(options.step), output_of(options.run, options.output, "export")
     with with_checkpoint(options.run, step) as path:
         weights = CheckpointWeights(find(path, step), ema=options.ema)
         tokenizer = Path(options.tokenizer) if options.tokenizer else None
-        found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-        return folder, found, weights.step
+        summary = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
+        return folder, summary, weights.step
 
 
 def output_of(run: str, given: str | None, name: str) -> Path:
@@ -68,15 +76,3 @@ def step_of(text: str) -> int | Literal["last", "best"]:
         conflict="--step takes last, best, or the number of steps after which a checkpoint was taken",
         remedy="write --step last",
     )
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS.get(match[2] or "", 2**40)) if match else 0
-    if size < 1:
-        raise CommandError(
-            given=f"--max-shard-size {text}",
-            conflict="--max-shard-size takes a number of bytes, with or without KB, MB, GB, KiB, MiB or GiB",
-            remedy="write --max-shard-size 5GB, say",
-        )
-    return size

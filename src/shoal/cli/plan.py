@@ -114,12 +114,12 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
     job, name, precision = _loaded(options, given)
     base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
     base = with_chosen_format(job, base, options.cluster)
-    asked = question(job, base, options.cluster, options.max_devices)
-    asked = asked.of_length(tokens=tokens, samples=samples).at_price(dollars)
+    case = question(job, base, options.cluster, options.max_devices)
+    case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
     progress = SearchProgress(sys.stderr, time.monotonic)
-    asked = replace(asked, case=replace(asked.case, watch=progress.step))
+    case = replace(case, case=replace(case.case, watch=progress.step))
     try:
-        return answer(asked, aim, name, hours, time.perf_counter)
+        return answer(case, aim, name, hours, time.perf_counter)
     finally:
         progress.end()
 

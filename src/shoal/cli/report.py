@@ -69,7 +69,11 @@ def watch(options: WatchOptions) -> ExitCode:
         watched.look()
         _write(metrics, watched)
         if options.once:
-            _print(watched)
+            from rich.console import Console
+
+            console = Console()
+            for line in watched.lines(console.width if console.is_terminal else 80):
+                print(line)
             return ExitCode.DONE
         with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
             show()
@@ -94,9 +98,9 @@ def watch(options: WatchOptions) -> ExitCode:
         return ExitCode.DONE
 
 
-def pause(taken: float) -> float:
-    """Return the seconds between two reads if one read takes `taken` CPU seconds."""
-    return min(_SELDOM_SECONDS, max(_EVERY_SECONDS, _PATIENCE * taken))
+def pause(cpu_seconds: float) -> float:
+    """Return the seconds between two reads if one read takes this many CPU seconds."""
+    return min(_SELDOM_SECONDS, max(_EVERY_SECONDS, _PATIENCE * cpu_seconds))
 
 
 class _Watched:
@@ -143,15 +147,6 @@ def _write(path: Path | None, watched: _Watched) -> None:
             conflict=f"it cannot be written: {error.strerror or error}",
             remedy="give a file in a directory that is there",
         ) from error
-
-
-def _print(watched: _Watched) -> None:
-    from rich.console import Console
-
-    console = Console()
-    width = console.width if console.is_terminal else 80
-    for line in watched.lines(width):
-        print(line)
 
 
 class _Lines:

@@ -144,7 +144,7 @@ def _evaluation(times: RunTimes) -> Losses:
 
 
 def _checkpoints(times: RunTimes) -> Losses:
-    for cost, is_asked in ((times.checkpoint, False), (times.asked, True)):
+    for cost, is_requested in ((times.checkpoint, False), (times.requested, True)):
         if not cost.per_step or cost.every is None:
             continue
         every = round(cost.every)
@@ -157,7 +157,7 @@ def _checkpoints(times: RunTimes) -> Losses:
         if beside:
             seen += f", and a thread writes it beside the next ones: {_ms(times.writing or 0.0)} of a core"
         words = f"a checkpoint every {rarer} steps instead of {every}"
-        if is_asked:
+        if is_requested:
             remedy = Remedy("checkpoint-rarely", f"{words}, where the job's callback asks for it", gain)
         else:
             words += ", or without --checkpoint-every, as costs 1 %"

@@ -130,6 +130,15 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
     if models:
         rows = _nvidia_smi("--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits")
         links = _nvidia_smi("topo", "-m")
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("shoal", "torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    versions["torch_cuda"] = _torch_cuda()
+    driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(root / "proc/driver/nvidia/version") or "")
+    versions["driver"] = driver[1] if driver else None
     return HostFacts(
         name=socket.gethostname(),
         system=f"{platform.system()} {platform.release()}",
@@ -148,7 +157,7 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         processes=min((limit for limit in processes if limit is not None), default=None),
         variables=dict(os.environ),
-        versions=_versions(root),
+        versions=versions,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         loopback_error=_loopback_error(),
         name_error=_name_error(),
@@ -171,19 +180,6 @@ def _number(path: Path) -> int | None:
 def _limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _versions(root: Path) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("shoal", "torch", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    versions["torch_cuda"] = _torch_cuda()
-    driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(root / "proc/driver/nvidia/version") or "")
-    versions["driver"] = driver[1] if driver else None
-    return versions
 
 
 def _torch_cuda() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -63,8 +63,8 @@ class PlannedRun:
         """Return the gain from a predicted step time if evaluations and checkpoints stay unchanged."""
         return (1.0 - seconds / self.seconds) * self.times.step / self.times.total
 
-    def best(self, told: Sequence[LostTime] = ()) -> Remedy | None:
-        """Return the planner's own choice as a remedy if it saves time and differs from the remedies in `told`.
+    def best(self, losses: Sequence[LostTime] = ()) -> Remedy | None:
+        """Return the planner's own choice as a remedy if it saves time and differs from the remedies of `losses`.
 
         The saving must hold as predicted and as corrected by this run's ratio of measured to predicted time. The
         correction knows nothing of exchanges between ranks that this run does not make.
@@ -75,21 +75,18 @@ class PlannedRun:
             return None
         of_plain = _predicted(self.plain, self.plan).step_seconds
         seconds = max(self.predicted(chosen.plan).step_seconds, chosen.seconds / of_plain * self.seconds)
-        gain, others = self._of_training(seconds), [self.plan, *self._plans(told)]
+        gain, others = self._of_training(seconds), [self.plan]
+        for remedy in (remedy for loss in losses for remedy in loss.remedies if remedy.sections or remedy.devices):
+            with contextlib.suppress(PlanError):
+                others.append(judge(changed_plan(self.plan, remedy), self.case.space.facts).plan)
         if gain < WORTH or any(_varied(chosen.plan) == _varied(other) for other in others):
             return None
         mine = _varied(self.plan)
-        sections = {name: found for name, found in _varied(chosen.plan).items() if found != mine[name]}
+        sections = {name: values for name, values in _varied(chosen.plan).items() if values != mine[name]}
         words = f"the planner would choose {described(chosen.plan)}"
         devices = chosen.devices if chosen.devices != self.times.world_size else None
         cost = chosen.devices / self.times.world_size
         return Remedy("planned", words, gain, sections, devices, planned=gain, cost=cost)
-
-    def _plans(self, told: Sequence[LostTime]) -> Iterator[Plan]:
-        """Yield the legal plans of these remedies."""
-        for remedy in (remedy for loss in told for remedy in loss.remedies if remedy.sections or remedy.devices):
-            with contextlib.suppress(PlanError):
-                yield judge(changed_plan(self.plan, remedy), self.case.space.facts).plan
 
     # ---------------------------------------------------------------------------------------- what all ranks share
 
@@ -114,22 +111,17 @@ class PlannedRun:
         lost = self.times.computing * self.memory_share
         if lost < WORTH * self.times.total:
             return None
-        alone = self._alone()
+        words = f"1 device instead of {self.plan.layout.world_size}: nothing shares the memory with it"
+        alone = Remedy("one-device", words, 0.0, devices=1, cost=1 / self.times.world_size)
+        gain = self.gain(alone)
         seen = (
             f"{self.plan.layout.world_size} ranks move memory at a time: by this machine's measurements "
             f"{self.memory_share:.0%} of forward and backward, which one rank beside idle ones would not take"
         )
-        share, remedies = lost / self.times.total, () if alone is None else (alone,)
+        share = lost / self.times.total
+        # One device is a remedy if it costs little time.
+        remedies = () if gain is None or gain < -WORTH else (replace(alone, gain=gain, planned=gain),)
         return LostTime("memory", "memory bandwidth shared by ranks", lost, share, seen, remedies, share)
-
-    def _alone(self) -> Remedy | None:
-        """Return one device as a remedy if it costs little time."""
-        words = f"1 device instead of {self.plan.layout.world_size}: nothing shares the memory with it"
-        remedy = Remedy("one-device", words, 0.0, devices=1, cost=1 / self.times.world_size)
-        gain = self.gain(remedy)
-        if gain is None or gain < -WORTH:
-            return None
-        return replace(remedy, gain=gain, planned=gain)
 
     # ------------------------------------------------------------------------------------------------ a GPU's host
 
@@ -215,11 +207,11 @@ def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
     return replace(cluster, device=crowded, devices_per_host=ranks, alternatives=alternatives)
 
 
-def with_planner(found: Sequence[LostTime], asked: PlannedRun) -> tuple[LostTime, ...]:
+def with_planner(losses: Sequence[LostTime], planned: PlannedRun) -> tuple[LostTime, ...]:
     """Add the planner's gain to each remedy that is a plan, and the causes that only the planner can find."""
-    told = [
-        replace(loss, remedies=tuple(replace(remedy, planned=asked.gain(remedy)) for remedy in loss.remedies))
-        for loss in found
+    causes = [
+        replace(loss, remedies=tuple(replace(remedy, planned=planned.gain(remedy)) for remedy in loss.remedies))
+        for loss in losses
     ]
-    told += [loss for loss in (asked.memory(), asked.launches()) if loss is not None and loss.is_worth_telling]
-    return tuple(sorted(told, key=lambda loss: -loss.regained))
+    causes += [loss for loss in (planned.memory(), planned.launches()) if loss is not None and loss.is_worth_telling]
+    return tuple(sorted(causes, key=lambda loss: -loss.regained))

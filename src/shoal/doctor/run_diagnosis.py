@@ -26,7 +26,7 @@ from shoal.report.account import steady
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.options import TraceSteps
-from shoal.runs.run_files import RunFiles, RunReader, run_reader
+from shoal.runs.run_files import RunFiles, run_reader
 
 _BEST = 3
 _LEAST_STEPS, _MOST_STEPS = 40, 400
@@ -66,10 +66,14 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
     """
     with run_reader(run) as reader:
         if try_out and job is None:
+            named = ""
+            with contextlib.suppress(RunDirectoryError):
+                known = reader.read().job
+                named = f": its job.json says {known.get('file')}:{known.get('function')}"
             raise CommandError(
                 given=f"shoal doctor {run} --try",
                 conflict="a trial trains the job, and a run directory is data: no code that it names is run",
-                remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(reader)}",
+                remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{named}",
             )
         files = reader.read()
         times, losses = diagnosis(files)
@@ -83,8 +87,15 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
         if as_json:
             print(json.dumps(_document(run, run_diagnosis, plans, results), indent=2))
         else:
-            print("\n".join(_lines(run, run_diagnosis, plans)))
-            print("\n".join(_result_lines(results)))
+            lines = [*_lines(run, run_diagnosis, plans), *(["tried:"] if results else [])]
+            for result in results:
+                if result.gain is None:
+                    lines.append(f"   {result.remedy.words}: it did not run: {result.error}")
+                    continue
+                rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
+                beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
+                lines.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
+            print("\n".join(lines))
 
 
 def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
@@ -122,13 +133,6 @@ def planned_for(target: str, files: RunFiles, times: RunTimes, losses: tuple[Los
         return RunDiagnosis(times, losses, planned.best(losses))
     except (PlanError, HardwareError, UserCodeError) as error:
         return RunDiagnosis(times, losses, unasked=f"{error.given}: {error.conflict}")
-
-
-def _named(reader: RunReader) -> str:
-    with contextlib.suppress(RunDirectoryError):
-        job = reader.read().job
-        return f": its job.json says {job.get('file')}:{job.get('function')}"
-    return ""
 
 
 def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
@@ -184,7 +188,10 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
     plan_file = RunDirectory(files.path).plan
     plan = read_plan(plan_file) if plan_file.exists() else Plan()
     folder = files.path.absolute().parent if files.address is None else Path.cwd()  # on the run's disk
-    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=folder)
+    # A trial has the run's number of threads.
+    own_threads = times.threads is not None and times.device == "cpu"
+    variables: dict[str, str | None] = {"OMP_NUM_THREADS": str(times.threads)} if own_threads else {}
+    return TrialJob(job, plan, num_steps, tuple(arguments), variables, folder=folder)
 
 
 def _settings(given: Any) -> list[str]:
@@ -203,22 +210,15 @@ def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:
     return min(_MOST_STEPS, max(_LEAST_STEPS, round(wanted) + 3))
 
 
-def _variables(times: RunTimes) -> dict[str, str | None]:
-    """Return the environment variables that give a trial the run's number of threads."""
-    if times.threads is None or times.device != "cpu":
-        return {}
-    return {"OMP_NUM_THREADS": str(times.threads)}
-
-
-def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
+def _lines(path: str, result: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
     """Format the diagnosis for people."""
-    times, chosen = found.times, found.chosen
+    times, chosen = result.times, result.chosen
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
     lines = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
-    if not found.causes:
+    if not result.causes:
         lines.append("healthy: nothing that could be had back takes 3 % of the time")
-    for number, loss in enumerate(found.causes, 1):
+    for number, loss in enumerate(result.causes, 1):
         lines.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
         lines.append(f"   {loss.seen}")
         for remedy in loss.remedies:
@@ -230,8 +230,8 @@ def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
     if chosen is not None:
         lines.append(f"{-chosen.gain:+.0%} of the time{_cost(chosen, times)}: {chosen.words}")
         lines.append(f"   {_how(chosen, plans)}")
-    if found.unasked is not None:
-        lines.append(f"note: the planner was not asked: {found.unasked}")
+    if result.unasked is not None:
+        lines.append(f"note: the planner was not asked: {result.unasked}")
     if times.spread[1] > _UNSTEADY:
         low, high = times.spread
         lines.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
@@ -261,25 +261,15 @@ def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
     return " ".join([*variables, "shoal run JOBFILE", *plan, *remedy.arguments])
 
 
-def _result_lines(results: Sequence[TrialResult]) -> list[str]:
-    lines = ["tried:"] if results else []
-    for result in results:
-        if result.gain is None:
-            lines.append(f"   {result.remedy.words}: it did not run: {result.error}")
-            continue
-        rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
-        beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
-        lines.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
-    return lines
-
-
-def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: Sequence[TrialResult]) -> dict[str, Any]:
+def _document(
+    path: str, result: RunDiagnosis, plans: dict[str, Path], results: Sequence[TrialResult]
+) -> dict[str, Any]:
     def document(remedy: Remedy) -> dict[str, Any]:
         plan = os.fspath(plans[remedy.name]) if remedy.name in plans else None
         return {**asdict(remedy), "device_time": remedy.device_time, "plan": plan}
 
     causes = []
-    for loss in found.causes:
+    for loss in result.causes:
         remedies = [document(remedy) for remedy in loss.remedies]
         causes.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
     tries = [
@@ -288,12 +278,12 @@ def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: S
     ]
     return {
         "run": path,
-        "healthy": not found.causes,
-        "step_seconds": found.times.total,
-        "computing_share": found.times.computing / found.times.total,
-        "start_up_seconds": found.times.start_up,
+        "healthy": not result.causes,
+        "step_seconds": result.times.total,
+        "computing_share": result.times.computing / result.times.total,
+        "start_up_seconds": result.times.start_up,
         "causes": causes,
-        "planner_chooses": document(found.chosen) if found.chosen is not None else None,
+        "planner_chooses": document(result.chosen) if result.chosen is not None else None,
         "tried": tries,
     }
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from shoal.report.account import Account, steady
+from shoal.report.account import Account, section, steady
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
@@ -51,7 +51,7 @@ class RankSpread:
 class RunTimes:
     """Seconds per step of a run. `step` excludes checkpoints; `spans` are rank 0's and sum to `step`.
 
-    `checkpoint`: regular checkpoints. `asked`: checkpoints that a callback requests.
+    `checkpoint`: regular checkpoints. `requested`: checkpoints that a callback requests.
     `best`: checkpoints after evaluations that improve a watched metric.
     `undisturbed`: the first decile of each span on the rank with the least of it.
     `writing`: core seconds of the thread that writes a checkpoint in parallel with steps, if recorded.
@@ -67,7 +67,7 @@ class RunTimes:
     evaluation: Periodic
     checkpoint: Periodic
     world_size: int
-    asked: Periodic = Periodic()
+    requested: Periodic = Periodic()
     best: Periodic = Periodic()
     undisturbed: Mapping[str, float] = field(default_factory=dict)
     writing: float | None = None
@@ -91,7 +91,7 @@ class RunTimes:
     @property
     def total(self) -> float:
         """Seconds per step, with evaluations and checkpoints."""
-        events = (self.evaluation, self.checkpoint, self.asked, self.best)
+        events = (self.evaluation, self.checkpoint, self.requested, self.best)
         return self.step + sum(event.per_step for event in events)
 
     @property
@@ -101,8 +101,7 @@ class RunTimes:
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the plan, empty if missing."""
-        table = self.plan.get(name)
-        return table if isinstance(table, Mapping) else {}
+        return section(self.plan, name)
 
 
 def run_times(files: RunFiles, account: Account) -> RunTimes | None:
@@ -118,7 +117,7 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     spans = {name: of_usual * mean(r.spans.get(name, 0.0) for r in usual) for name in SPANS if name != "checkpoint"}
     last = files.attempts[-1] if files.attempts else None
     ordered = sorted(plain)
-    layout = _section(files.plan, "layout")
+    layout = section(files.plan, "layout")
     degrees = {axis: int(layout.get(axis) or 1) for axis in ("data", "shard", "tensor", "pipeline", "context")}
     grains = int(files.job.get("grains") or 1)
     apart = degrees["data"] * degrees["shard"]
@@ -146,7 +145,7 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
         cores=last.cores if last is not None else None,
         grains=grains,
         share_of_grains=most / (grains / apart) if grains >= apart else 1.0,
-        microbatches=-(-most // max(1, int(_section(files.plan, "batch").get("grains_per_microbatch") or 1))),
+        microbatches=-(-most // max(1, int(section(files.plan, "batch").get("grains_per_microbatch") or 1))),
         parameters=int(files.job.get("parameters") or 0),
         samples=mean(record.num_samples for record in records),
         epoch_steps=samples / batch if isinstance(samples, int) and isinstance(batch, int) and batch else None,
@@ -186,7 +185,7 @@ def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
     return {
         "evaluation": _periodic(records, lambda r: (r.after or {}).get("evaluation", 0.0)),
         "checkpoint": _periodic(records, lambda r: r.spans.get("checkpoint", 0.0)),
-        "asked": _periodic(records, lambda r: 0.0 if r.metrics else (r.after or {}).get("checkpoint", 0.0)),
+        "requested": _periodic(records, lambda r: 0.0 if r.metrics else (r.after or {}).get("checkpoint", 0.0)),
         "best": _periodic(records, lambda r: (r.after or {}).get("checkpoint", 0.0) if r.metrics else 0.0),
     }
 
@@ -197,31 +196,23 @@ def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], flo
     The last record is excluded, because the end of the run follows it. The first event counts as the others' mean,
     because it also fills caches, once in a run.
     """
-    found = [(place, taken) for place, record in enumerate(records[:-1]) if (taken := seconds(record)) > 0.0]
-    if not found:
+    events = [(place, value) for place, record in enumerate(records[:-1]) if (value := seconds(record)) > 0.0]
+    if not events:
         return Periodic()
-    total = sum(taken for _, taken in found)
+    total = sum(value for _, value in events)
     # Events that only waited a moment for a thread are not events of their own.
-    own = [place for place, taken in found if taken > 0.1 * total / len(found)]
+    own = [place for place, value in events if value > 0.1 * total / len(events)]
     if len(own) > 1:
         of_own = [seconds(records[place]) for place in own]
         total += mean(of_own[1:]) - of_own[0]
     every = (records[own[-1]].step - records[own[0]].step) / (len(own) - 1) if len(own) > 1 else None
-    longer = _longer(_plain(records), own) * len(own)
-    return Periodic(total / len(own), every, (total + longer) / (len(records) - 1))
-
-
-def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
-    """Return how much longer an event's step and the next are than other steps; 0 if most steps are such."""
-    both = [place for place in places if place + 1 < len(plain)]
+    # An event's step and the next are longer than other steps, unless most steps are such.
+    plain = _plain(records)
+    both = [place for place in own if place + 1 < len(plain)]
     near = {near for place in both for near in (place, place + 1)}
-    others = [seconds for place, seconds in enumerate(plain) if place not in near]
-    if not both or len(others) < len(plain) / 2:
-        return 0.0
-    usual = median(others)
-    return sum(max(0.0, median(plain[place + after] for place in both) - usual) for after in (0, 1))
-
-
-def _section(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = plan.get(name)
-    return table if isinstance(table, Mapping) else {}
+    others = [value for place, value in enumerate(plain) if place not in near]
+    longer = 0.0
+    if both and len(others) >= len(plain) / 2:
+        usual = median(others)
+        longer = sum(max(0.0, median(plain[place + after] for place in both) - usual) for after in (0, 1))
+    return Periodic(total / len(own), every, (total + longer * len(own)) / (len(records) - 1))

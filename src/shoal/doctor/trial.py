@@ -106,14 +106,13 @@ def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]
                         raise
                     errors[remedy.name] = error.conflict
             order.reverse()
-            results = [_result(remedy, seconds, errors) for remedy in remedies]
+            results = [
+                TrialResult(remedy, error=errors[remedy.name])
+                if remedy.name in errors
+                else TrialResult(remedy, tuple(seconds["unchanged"]), tuple(seconds[remedy.name]))
+                for remedy in remedies
+            ]
     return results
-
-
-def _result(remedy: Remedy, seconds: Mapping[str, Sequence[float]], errors: Mapping[str, str]) -> TrialResult:
-    if remedy.name in errors:
-        return TrialResult(remedy, error=errors[remedy.name])
-    return TrialResult(remedy, tuple(seconds["unchanged"]), tuple(seconds[remedy.name]))
 
 
 def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
@@ -121,7 +120,8 @@ def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
     plan = out.with_name(f"{out.name}.toml")
     write_file(plan, plan_text(changed_plan(job.plan, remedy)))
     names = {argument for argument in remedy.arguments if argument.startswith("--")}
-    arguments = _without(job.arguments, names)
+    pairs = zip(job.arguments[::2], job.arguments[1::2], strict=True)
+    arguments = [text for pair in pairs if pair[0] not in names for text in pair]
     own = ["run", job.job, "--plan", str(plan), "--out", str(out), "--steps", str(job.num_steps), "--max-restarts", "0"]
     wanted = {**job.variables, **remedy.variables}
     variables = {name: value for name, value in os.environ.items() if name not in wanted}
@@ -136,9 +136,3 @@ def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
             remedy="run the job by itself first: a trial does what shoal run does",
         )
     return seconds_per_step(list(read_steps(out / "records.jsonl")))
-
-
-def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """Return the pairs of options and values, without the named options."""
-    pairs = zip(arguments[::2], arguments[1::2], strict=True)
-    return [text for pair in pairs if pair[0] not in names for text in pair]

@@ -142,18 +142,23 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ITEMS])
     elif isinstance(value, list | tuple | set | frozenset):
-        # The order of a set differs between processes.
-        items = sorted(value, key=_told) if isinstance(value, set | frozenset) else value
+        items = list(value)
+        if isinstance(value, set | frozenset):  # its order differs between processes
+
+            def label(item: object) -> str:
+                return (
+                    repr(item)
+                    if isinstance(item, _PLAIN)
+                    else str(getattr(item, "__qualname__", type(item).__qualname__))
+                )
+
+            items.sort(key=label)
         yield from ((name, inner) for inner in items[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
         if len(items) <= _MOST_ITEMS:
             yield name, repr([inner for inner in items if isinstance(inner, _PLAIN)])
     else:
         yield type(value).__qualname__, type(value)
         yield from _state(value, name)
-
-
-def _told(value: object) -> str:
-    return repr(value) if isinstance(value, _PLAIN) else str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _state(value: object, name: str) -> Iterator[tuple[str, object]]:

@@ -277,19 +277,9 @@ class Plan(_Section):
         return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
 
     @property
-    def divides_state(self) -> bool:
-        """True if ranks with the whole model have only parts of the optimizer's state."""
-        return self.layout.shard > 1 or self.shares_memory
-
-    @property
     def num_owners(self) -> int:
-        """Number of ranks that divide the optimizer's state of a whole model."""
+        """Number of ranks that divide the optimizer's state of a whole model, and a shared copy of the parameters."""
         return self.degrees.divides_grains if self.shares_memory else self.layout.shard
-
-    @property
-    def num_copies_shared(self) -> int:
-        """Number of ranks that share one copy of the parameters."""
-        return self.degrees.divides_grains if self.shares_memory else 1
 
     @property
     def serves(self) -> bool:
@@ -300,11 +290,6 @@ class Plan(_Section):
     def num_processes(self) -> int:
         """Number of processes: the ranks of the layout and, with servers, the servers and the conductor."""
         return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
-
-    @property
-    def worker_ranks(self) -> range:
-        """Ranks of the workers of servers, which come last and may be replaced if they die; empty without servers."""
-        return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
 
     @property
     def divides_step(self) -> int:
@@ -341,7 +326,33 @@ class Plan(_Section):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            raise _plan_error(error, source) from None
+            given: list[str] = []
+            conflict: list[str] = []
+            remedy: list[str] = []
+            seen: set[str] = set()
+            for item in error.errors(include_url=False):
+                # A union reports an error for each member, with the member as the last part of the path.
+                path = tuple(
+                    str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float"))
+                )
+                dotted = ".".join(path)
+                if dotted in seen:
+                    remedy[-1] += f"; or {_wanted(item, path)}"
+                    continue
+                seen.add(dotted)
+                given.append(f"{dotted} = {item['input']!r:.60}")
+                if item["type"] == "extra_forbidden":
+                    known = _known_keys(path[:-1])
+                    conflict.append(f"{dotted}: unknown key")
+                    remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
+                else:
+                    expected = item["msg"].removeprefix("Value error, ")
+                    expected = expected[0].lower() + expected[1:]
+                    conflict.append(f"{dotted}: {expected}")
+                    remedy.append(f"{dotted}: {_wanted(item, path)}")
+            raise PlanError(
+                given=f"in {source}: " + "\n".join(given), conflict="\n".join(conflict), remedy="\n".join(remedy)
+            ) from None
 
 
 # Remedies by pydantic's error type, formatted with the error's context.
@@ -367,36 +378,6 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
             return []
         model = annotation
     return [f.alias or name for name, f in model.model_fields.items()]
-
-
-def _plan_error(error: ValidationError, source: str) -> PlanError:
-    given: list[str] = []
-    conflict: list[str] = []
-    remedy: list[str] = []
-    seen: set[str] = set()
-    for item in error.errors(include_url=False):
-        # A union reports an error for each member, with the member as the last part of the path.
-        path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
-        dotted = ".".join(path)
-        if dotted in seen:
-            remedy[-1] += f"; or {_wanted(item, path)}"
-            continue
-        seen.add(dotted)
-        given.append(f"{dotted} = {item['input']!r:.60}")
-        if item["type"] == "extra_forbidden":
-            known = _known_keys(path[:-1])
-            conflict.append(f"{dotted}: unknown key")
-            remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
-        else:
-            expected = item["msg"].removeprefix("Value error, ")
-            expected = expected[0].lower() + expected[1:]
-            conflict.append(f"{dotted}: {expected}")
-            remedy.append(f"{dotted}: {_wanted(item, path)}")
-    return PlanError(
-        given=f"in {source}: " + "\n".join(given),
-        conflict="\n".join(conflict),
-        remedy="\n".join(remedy),
-    )
 
 
 def _wanted(item: Any, path: tuple[str, ...]) -> str:

@@ -186,7 +186,24 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     if plan.layout.data * plan.layout.shard <= facts.num_grains:  # otherwise the plan is refused anyway
-        plan = plan.with_sections(batch={"grains_per_microbatch": _microbatch(plan, facts, max_microbatch)})
+        share = -(-facts.num_grains // plan.divides_step)
+        wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, facts) or share
+        if max_microbatch is not None:
+            if max_microbatch < facts.grain_size:
+                smaller = -(-facts.num_grains * facts.grain_size // max_microbatch)
+                raise PlanError(
+                    given=f"--max-microbatch {max_microbatch} for a job of grains={facts.num_grains}",
+                    conflict=f"a grain is computed whole, and has {facts.grain_size} samples",
+                    remedy=f"write --max-microbatch {facts.grain_size} or more, or Job(grains={smaller}) (which "
+                    "changes the run)",
+                )
+            wanted = min(wanted, max_microbatch // facts.grain_size)
+        if plan.execution.exact and wanted != 1:
+            if plan.batch.grains_per_microbatch > 1:
+                message = "batch.grains_per_microbatch has no effect: exact mode computes grain by grain"
+                warnings.warn(message, SettingWarning, stacklevel=2)
+            wanted = 1
+        plan = plan.with_sections(batch={"grains_per_microbatch": min(wanted, share)})
     refuse(conflicts(plan, facts))
     whole = CompletePlan.from_mapping(plan.to_mapping(), source="plan")
     return Judged(whole, facts.num_grains, facts.grain_size, tuple(notes(plan, facts)))
@@ -195,27 +212,6 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
 def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> CompletePlan:
     """Return the plan as `judge` does, for a job whose model is not examined."""
     return judge(plan, ModelFacts(num_grains, grain_size), max_microbatch).plan
-
-
-def _microbatch(plan: Plan, facts: ModelFacts, max_microbatch: int | None) -> int:
-    share = -(-facts.num_grains // plan.divides_step)
-    wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, facts) or share
-    if max_microbatch is not None:
-        if max_microbatch < facts.grain_size:
-            smaller = -(-facts.num_grains * facts.grain_size // max_microbatch)
-            raise PlanError(
-                given=f"--max-microbatch {max_microbatch} for a job of grains={facts.num_grains}",
-                conflict=f"a grain is computed whole, and has {facts.grain_size} samples",
-                remedy=f"write --max-microbatch {facts.grain_size} or more, or Job(grains={smaller}) (which changes "
-                "the run)",
-            )
-        wanted = min(wanted, max_microbatch // facts.grain_size)
-    if plan.execution.exact and wanted != 1:
-        if plan.batch.grains_per_microbatch > 1:
-            message = "batch.grains_per_microbatch has no effect: exact mode computes grain by grain"
-            warnings.warn(message, SettingWarning, stacklevel=2)
-        wanted = 1
-    return min(wanted, share)
 
 
 def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:

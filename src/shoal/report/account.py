@@ -216,6 +216,10 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
     checkpoints |= {r.step for r in files.records if (r.after or {}).get("checkpoint", 0.0) > 0.0}
     checkpoints |= {a.step for a in files.attempts if a.step is not None and a.after.get("checkpoint", 0.0) > 0.0}
     checkpoints |= {step for step in (files.saved_step, *(a.resumed_from for a in files.attempts)) if step}
+    evaluations = [Evaluation(record.step, record.metrics, record.at) for record in files.records if record.metrics]
+    last, metrics = int(result.get("steps") or 0), numbers(result.get("metrics"))
+    if metrics and (not evaluations or evaluations[-1].step < last):
+        evaluations.append(Evaluation(last, metrics, files.attempts[-1].trained_at if files.attempts else None))
     return Account(
         path=files.shown,
         name=files.name,
@@ -239,7 +243,7 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
         cost=cost,
         samples=_samples(files, result),
         loss=last_record.loss if last_record is not None else result.get("train_loss"),
-        evaluations=_evaluations(files, result),
+        evaluations=tuple(evaluations),
         checkpoints=tuple(sorted(checkpoints)),
         incidents=incidents(files),
         start_ups=tuple(numbers(attempt.phases) for attempt in files.attempts),
@@ -321,14 +325,6 @@ def _samples(files: RunFiles, result: Mapping[str, Any]) -> SampleAccount:
         evaluated=int(result.get("eval_samples") or 0),
         digest=last.digest if last is not None else result.get("sample_digest"),
     )
-
-
-def _evaluations(files: RunFiles, result: Mapping[str, Any]) -> tuple[Evaluation, ...]:
-    evaluations = [Evaluation(record.step, record.metrics, record.at) for record in files.records if record.metrics]
-    last, metrics = int(result.get("steps") or 0), numbers(result.get("metrics"))
-    if metrics and (not evaluations or evaluations[-1].step < last):
-        evaluations.append(Evaluation(last, metrics, files.attempts[-1].trained_at if files.attempts else None))
-    return tuple(evaluations)
 
 
 def _finite(value: Any) -> Any:

@@ -154,14 +154,14 @@ def metric_reader(name: str) -> Reader:
     return lambda record: (record.metrics or {}).get(name)
 
 
-def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart]:
+def training_charts(account: Account, records: Sequence[StepRecord]) -> list[Chart]:
     """Return charts of loss, metrics, gradient norm and learning rate, with marks for the run's events."""
-    marks = marks_of(found)
+    marks = marks_of(account)
     names = list(dict.fromkeys(name for record in records for name in record.metrics or {}))
-    extra: Mapping[str, float] = found.evaluations[-1].metrics if found.evaluations else {}
+    extra: Mapping[str, float] = account.evaluations[-1].metrics if account.evaluations else {}
     names += [name for name in extra if name not in names]
     last = {record.step: record for record in records[-1:]}
-    if found.evaluations and found.evaluations[-1].step in last and not records[-1].metrics:
+    if account.evaluations and account.evaluations[-1].step in last and not records[-1].metrics:
         records = [*records[:-1], records[-1].evaluated(extra)]
     losses: dict[str, Reader] = {"training loss": lambda record: record.loss}
     if "loss" in names:
@@ -177,7 +177,7 @@ def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart
     return [chart for chart in charts if chart is not None]
 
 
-def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
+def time_chart(account: Account, records: Sequence[StepRecord]) -> Chart | None:
     """Return a chart of the milliseconds of a step and of its largest spans."""
 
     def span(*names: str) -> Reader:
@@ -189,12 +189,12 @@ def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
         "exposed communication": span("exposed_communication"),
         "waiting for data": span("data_wait", "host_to_device"),
     }
-    return over_steps("step-time", "Time of a step", records, readers, marks_of(found), y_name="ms")
+    return over_steps("step-time", "Time of a step", records, readers, marks_of(account), y_name="ms")
 
 
-def marks_of(found: Account) -> list[Mark]:
+def marks_of(account: Account) -> list[Mark]:
     """Return checkpoints, incidents and resumes at their steps; at most about 60 checkpoints, evenly spaced."""
-    saved = found.checkpoints[:: 1 + len(found.checkpoints) // 60]
+    saved = account.checkpoints[:: 1 + len(account.checkpoints) // 60]
     marks = [Mark(step, "checkpoint", f"checkpoint after step {step}") for step in saved]
-    marks += [Mark(i.step, i.kind, i.text) for i in found.incidents if i.step is not None]
+    marks += [Mark(i.step, i.kind, i.text) for i in account.incidents if i.step is not None]
     return marks

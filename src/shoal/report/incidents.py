@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,22 +28,7 @@ class Incident:
 
 def incidents(files: RunFiles) -> tuple[Incident, ...]:
     """Return all incidents by step; for frequent kinds only the first ones and the number of others."""
-    every = [*_events(files), *_resumes(files), *_records(files), *_result(files.result)]
-    every += [
-        Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
-    ]
-    first: list[Incident] = []
-    counts = Counter[str]()
-    for incident in sorted(every, key=lambda i: (i.step is None, i.step or 0)):
-        counts[incident.kind] += 1
-        if counts[incident.kind] <= _MOST_OF_A_KIND:
-            first.append(incident)
-    more = {kind: number - _MOST_OF_A_KIND for kind, number in counts.items() if number > _MOST_OF_A_KIND}
-    return (*first, *(Incident(kind, None, f"and {number} more of this kind") for kind, number in more.items()))
-
-
-def _events(files: RunFiles) -> Iterator[Incident]:
-    """Yield the event log's incidents; the event of the first step after a loss has the loss's cost."""
+    every: list[Incident] = []
     for number, event in enumerate(files.events):
         kind = event.get("kind")
         if kind is None or kind == GOING_ON:
@@ -63,24 +48,20 @@ def _events(files: RunFiles) -> Iterator[Incident]:
         with contextlib.suppress(TypeError, ValueError):
             at = datetime.fromisoformat(event.get("at")).timestamp()  # type: ignore[arg-type]
         step = _whole(event.get("step", event.get("after_step")))
-        yield Incident(str(kind), step, "; ".join(part for part in parts if part), at)
-
-
-def _resumes(files: RunFiles) -> Iterator[Incident]:
+        every.append(Incident(str(kind), step, "; ".join(part for part in parts if part), at))
     for number, attempt in enumerate(files.attempts):
         if number or attempt.resumed_from:
             undone = sum(u.steps for u in attempt.undone)
             again = f"; {undone} steps were trained again" if undone else ""
             how = "ranks started again" if attempt.restarts else "resumed"
-            yield Incident(
-                "resumed",
-                attempt.resumed_from or 0,
-                f"{how} after step {attempt.resumed_from or 0}{again}",
-                attempt.began_at,
+            every.append(
+                Incident(
+                    "resumed",
+                    attempt.resumed_from or 0,
+                    f"{how} after step {attempt.resumed_from or 0}{again}",
+                    attempt.began_at,
+                )
             )
-
-
-def _records(files: RunFiles) -> Iterator[Incident]:
     in_events = {_whole(event.get("step")) for event in files.events if event.get("kind") == "nonfinite"}
     for record in files.records:
         if record.skipped and record.step not in in_events:
@@ -88,25 +69,35 @@ def _records(files: RunFiles) -> Iterator[Incident]:
             if samples := cause.get("samples"):
                 shown = ", ".join(map(str, samples[:8])) if isinstance(samples, list) else samples
                 text += f"; on rank {cause.get('rank')}, samples {shown}"
-            yield Incident("skipped", record.step, text, record.at)
+            every.append(Incident("skipped", record.step, text, record.at))
         if record.compression is not None and record.compression.get("fell_back"):
-            yield Incident("compression", record.step, "the guard ended the compression of sums", record.at)
-
-
-def _result(result: Mapping[str, Any]) -> Iterator[Incident]:
-    steps = _whole(result.get("steps"))
+            every.append(Incident("compression", record.step, "the guard ended the compression of sums", record.at))
+    result = files.result
     server = result.get("server")
     for incident in server.get("incidents", []) if isinstance(server, dict) else []:
-        yield Incident("server", _whole(incident.get("step")), str(incident.get("said", incident.get("kind"))))
+        text = str(incident.get("said", incident.get("kind")))
+        every.append(Incident("server", _whole(incident.get("step")), text))
     if isinstance(result.get("ended_by"), dict):
         ended = result["ended_by"]
-        yield Incident("ended", _whole(ended.get("step")), f"{ended.get('callback')} ended it: {ended.get('reason')}")
+        text = f"{ended.get('callback')} ended it: {ended.get('reason')}"
+        every.append(Incident("ended", _whole(ended.get("step")), text))
     if isinstance(result.get("ended_early"), dict):
         early = result["ended_early"]
         text = f"the stream gave {early.get('samples')} of {early.get('wanted_samples')} samples"
-        yield Incident("ended", _whole(early.get("steps")), text)
+        every.append(Incident("ended", _whole(early.get("steps")), text))
     if isinstance(result.get("error"), dict):
-        yield Incident("error", steps, error_line(result["error"]))
+        every.append(Incident("error", _whole(result.get("steps")), error_line(result["error"])))
+    every += [
+        Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
+    ]
+    first: list[Incident] = []
+    counts = Counter[str]()
+    for incident in sorted(every, key=lambda i: (i.step is None, i.step or 0)):
+        counts[incident.kind] += 1
+        if counts[incident.kind] <= _MOST_OF_A_KIND:
+            first.append(incident)
+    more = {kind: number - _MOST_OF_A_KIND for kind, number in counts.items() if number > _MOST_OF_A_KIND}
+    return (*first, *(Incident(kind, None, f"and {number} more of this kind") for kind, number in more.items()))
 
 
 def error_line(error: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from shoal.report.account import Account
 
@@ -12,10 +11,6 @@ _Rows = list[tuple[dict[str, str], float | None]]
 
 def openmetrics(account: Account) -> str:
     """Return all metrics of a run, each with the run's name as the label `run`."""
-    return "".join(f"{line}\n" for line in (*_lines(account), "# EOF"))
-
-
-def _lines(account: Account) -> Iterator[str]:
     rates = account.rates
     last = account.evaluations[-1].metrics if account.evaluations else {}
     metrics: _Rows = [({"name": name}, float(value)) for name, value in last.items()]
@@ -39,19 +34,20 @@ def _lines(account: Account) -> Iterator[str]:
         ("gauge", "wall_seconds", "seconds", "The wall clock, by part.", wall),
         ("gauge", "incidents", "", "Incidents by kind.", [({"kind": kind}, float(n)) for kind, n in kinds]),
     ]
+    lines: list[str] = []
     for kind, family, unit, text, rows in families:
         known = [(labels, value) for labels, value in rows if value is not None]
         if not known:
             continue
         name = f"shoal_{family}"
-        yield f"# TYPE {name} {kind}"
+        lines.append(f"# TYPE {name} {kind}")
         if unit:
-            yield f"# UNIT {name} {unit}"
-        yield f"# HELP {name} {text}"
+            lines.append(f"# UNIT {name} {unit}")
+        lines.append(f"# HELP {name} {text}")
         for labels, value in known:
-            pairs = ",".join(f'{key}="{_escaped(word)}"' for key, word in ({"run": account.name} | labels).items())
-            yield f"{name}{'_total' if kind == 'counter' else ''}{{{pairs}}} {value!r}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            pairs = []
+            for key, word in ({"run": account.name} | labels).items():
+                escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                pairs.append(f'{key}="{escaped}"')
+            lines.append(f"{name}{'_total' if kind == 'counter' else ''}{{{','.join(pairs)}}} {value!r}")
+    return "".join(f"{line}\n" for line in (*lines, "# EOF"))

@@ -70,9 +70,9 @@ class ReportPage:
         return [chart for part in self.parts for chart in part.charts]
 
 
-def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
+def run_page(account: Account, records: Sequence[StepRecord]) -> ReportPage:
     """Return the page on a run."""
-    charts = training_charts(found, records)
+    charts = training_charts(account, records)
     marks = sorted({mark.kind for chart in charts[:1] for mark in chart.marks})
     how = (
         [f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."] if marks else []
@@ -82,58 +82,59 @@ def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
         if charts
         else Part("training", "Training", ["No step was recorded."])
     ]
-    if found.incidents:
-        rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in found.incidents]
+    if account.incidents:
+        rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in account.incidents]
         table = Table(["step", "kind", "what", "when"], rows)
         parts.append(Part("incidents", "Incidents", tables=[("", table)], folded=len(rows) > _MANY))
-    parts += [_step(found, records), _ranks(found, records), _wall(found), _volumes(found)]
-    server = found.result.get("server")
+    parts += [_step(account, records), _ranks(account, records), _wall(account), _volumes(account)]
+    server = account.result.get("server")
     if isinstance(server, dict):
         pushes = [[name, text] for name, text in flat(server) if name != "incidents"]
         words = "Staleness is the number of updates between a step's pull of the parameters and its own update."
         tables = [("Pushes", Table(["of the pushes", "value"], pushes))]
         parts.append(Part("server", "Parameter server", [words], tables=tables))
-    parts += [_samples(found), _settings(found)]
-    return ReportPage(found.name, found.limit, facts(found), [part for part in parts if part is not None])
+    parts += [_samples(account), _settings(account)]
+    return ReportPage(account.name, account.limit, facts(account), [part for part in parts if part is not None])
 
 
-def layout_of(found: Account) -> str:
+def layout_of(account: Account) -> str:
     """Return the layout in words, or as in its file if this version cannot read the plan."""
     try:
-        return described(Plan.from_mapping(dict(found.plan), source=found.name))
+        return described(Plan.from_mapping(dict(account.plan), source=account.name))
     except (ShoalError, ValueError, TypeError):
-        return str(found.plan.get("layout", "not known"))
+        return str(account.plan.get("layout", "not known"))
 
 
-def facts(found: Account) -> list[tuple[str, str]]:
+def facts(account: Account) -> list[tuple[str, str]]:
     """Return names and texts of the first screen: job, devices, end, time, rates and cost."""
-    job, rates = found.job, found.rates
-    parameters, dataset = job.get("parameters"), found.samples.dataset
+    job, rates = account.job, account.rates
+    parameters, dataset = job.get("parameters"), account.samples.dataset
     data = f"{dataset:,} samples" if dataset else "a stream"
     model = f"; {parameters:,} parameters" if isinstance(parameters, int) else ""
     trained = f"{job.get('file', '?')}:{job.get('function', '?')}{model}, {data}"
-    of = f" of {found.num_steps:,}" if found.num_steps else ""
-    ranks = f"{found.world_size} process{'es' if found.world_size != 1 else ''} on {found.device or 'devices not told'}"
-    losses = [f"{short(found.loss)} in training"] if found.loss is not None else []
-    if found.evaluations:
-        last = found.evaluations[-1]
+    of = f" of {account.num_steps:,}" if account.num_steps else ""
+    devices = account.device or "devices not told"
+    ranks = f"{account.world_size} process{'es' if account.world_size != 1 else ''} on {devices}"
+    losses = [f"{short(account.loss)} in training"] if account.loss is not None else []
+    if account.evaluations:
+        last = account.evaluations[-1]
         values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
         losses.append(f"evaluation after step {last.step:,}: {values}")
-    idle, ettr, peak, cost = found.wall.of("idle"), found.wall.ettr, "", ""
+    idle, ettr, peak, cost = account.wall.of("idle"), account.wall.ettr, "", ""
     between = f", {seconds(idle)} of it between calls" if idle > 0.0 else ""
     if rates.peak_share is not None:
         predicted = f"; {share(rates.predicted_peak_share)} were predicted" if rates.predicted_peak_share else ""
         peak = f"{share(rates.peak_share)} in steps, {share(rates.overall_peak_share)} over the whole time{predicted}"
-    if found.cost is not None:
-        devices = f"{found.cost.devices} device{'s' if found.cost.devices != 1 else ''}"
-        cost = f"{dollars(found.cost.dollars)}: {devices} at {dollars(found.cost.per_device_hour)} an hour"
+    if account.cost is not None:
+        devices = f"{account.cost.devices} device{'s' if account.cost.devices != 1 else ''}"
+        cost = f"{dollars(account.cost.dollars)}: {devices} at {dollars(account.cost.per_device_hour)} an hour"
     effective = f"{share(ettr)} of the training's time brought steps that are in the result" if ettr is not None else ""
     rows = [
         ("trained", trained),
-        ("on", f"{ranks}; {layout_of(found)}"),
-        ("ended", f"{found.status} after step {found.steps:,}{of}: {found.ending}"),
+        ("on", f"{ranks}; {layout_of(account)}"),
+        ("ended", f"{account.status} after step {account.steps:,}{of}: {account.ending}"),
         ("loss", "; ".join(losses)),
-        ("time", f"{seconds(found.wall.seconds)}{between}; a step {seconds(found.step_times.median)} (median)"),
+        ("time", f"{seconds(account.wall.seconds)}{between}; a step {seconds(account.step_times.median)} (median)"),
         ("rate", _rate(rates.step_samples, rates.overall_samples, "samples")),
         ("tokens", _rate(rates.step_tokens, rates.overall_tokens, "tokens")),
         ("of the peak", peak),
@@ -157,11 +158,11 @@ def instant(at: float | None) -> str:
         return "-"
 
 
-def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
-    if not found.step_times.count:
+def _step(account: Account, records: Sequence[StepRecord]) -> Part | None:
+    if not account.step_times.count:
         return None
-    parts, words = found.parts, []
-    checkpoint = found.step_times.spans.get("checkpoint", 0.0)
+    parts, words = account.parts, []
+    checkpoint = account.step_times.spans.get("checkpoint", 0.0)
     pairs = [(part.predicted, part.measured) for part in parts]
     rows = [
         [
@@ -175,19 +176,19 @@ def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
     ]
     head = ["part", "predicted", "measured", "difference", "what it is"]
     if any(part.predicted is not None for part in parts):
-        whole = found.step_seconds
+        whole = account.step_seconds
         against = change(whole.predicted, whole.measured)
         words.append(f"A step takes {_ms(whole.measured)}; {_ms(whole.predicted)} were predicted ({against}).")
         words.append("Of each part the outlined bar is predicted, the full one measured: medians of rank 0.")
     else:
         words.append("The plan has no prediction: run a plan of shoal plan to see one beside these medians of rank 0.")
-    if found.elsewhere:
+    if account.elsewhere:
         words.append("The plan is for devices of another kind than it ran on.")
     if checkpoint > 0.0:
         words.append(f"Checkpoints add {_ms(checkpoint)} to the mean step.")
-    terms = [[name, _ms(value)] for name, value in found.predicted_terms.items()]
+    terms = [[name, _ms(value)] for name, value in account.predicted_terms.items()]
     tables = [("Terms of the prediction", Table(["term", "predicted"], terms))] if terms else []
-    chart = time_chart(found, records)
+    chart = time_chart(account, records)
     bars = BarTable(head, rows, beside(pairs), "One step, part by part") if rows else None
     return Part("step", "Where a step's time goes", words, [chart] if chart else [], bars, tables)
 
@@ -196,12 +197,12 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.4g} ms"
 
 
-def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
-    waited = waits(records, found.world_size)
+def _ranks(account: Account, records: Sequence[StepRecord]) -> Part | None:
+    waited = waits(records, account.world_size)
     if waited is None:
         return None
     most = max((value for row in waited.of_rank.values() for value in row), default=0.0)
-    extremes = {one.name: one for one in found.ranks}
+    extremes = {one.name: one for one in account.ranks}
     slowest = extremes["busy_seconds"].share_of_steps if "busy_seconds" in extremes else {}
     rows, bars = [], []
     for rank, values in waited.of_rank.items():
@@ -225,7 +226,7 @@ def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
     if waited.others:
         words.append(f"{waited.others} more ranks were waited for less.")
     spans = []
-    for one in found.ranks:
+    for one in account.ranks:
         quantity = size if one.name.endswith("_bytes") else _ms
         spans.append([one.name, quantity(one.least), quantity(one.most), f"rank {one.rank_of_most}"])
     head = ["quantity", "least, mean", "most, mean", "most often at the most"]
@@ -234,34 +235,34 @@ def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
     return Part("ranks", "Who waits for whom", words, bars=bar_table, tables=tables)
 
 
-def _wall(found: Account) -> Part:
-    parts = [part for part in found.wall.parts if part.seconds > 0.0]
+def _wall(account: Account) -> Part:
+    parts = [part for part in account.wall.parts if part.seconds > 0.0]
     rows = [[part.name.replace("_", " "), seconds(part.seconds), share(part.share), part.meaning] for part in parts]
     total = sum(part.share for part in parts)
-    began = f", from {instant(found.wall.began_at)} to {instant(found.wall.until)}" if found.wall.began_at else ""
-    words = [f"{seconds(found.wall.seconds)}{began}. The parts sum to {share(total)}; times of steps are rank 0's."]
+    began = f", from {instant(account.wall.began_at)} to {instant(account.wall.until)}" if account.wall.began_at else ""
+    words = [f"{seconds(account.wall.seconds)}{began}. The parts sum to {share(total)}; times of steps are rank 0's."]
     bars = BarTable(["part", "seconds", "share", "what it is"], rows, falling([part.seconds for part in parts]))
     phases = [
         [f"{number + 1}", name, seconds(value)]
-        for number, start in enumerate(found.start_ups)
+        for number, start in enumerate(account.start_ups)
         for name, value in start.items()
     ]
     tables = [("Start-up by phase", Table(["start", "phase", "seconds"], phases))] if phases else []
     return Part("wall", "The whole wall clock", words, bars=bars, tables=tables)
 
 
-def _volumes(found: Account) -> Part | None:
-    if not found.memory and not found.traffic and found.peak_bytes.measured is None:
+def _volumes(account: Account) -> Part | None:
+    if not account.memory and not account.traffic and account.peak_bytes.measured is None:
         return None
     words = ["One step of this run, on the rank that has the most; predictions are outlined."]
-    if found.peak_bytes.measured is not None:
-        predicted = f"; {size(found.peak_bytes.predicted)} were predicted" if found.peak_bytes.predicted else ""
-        words.append(f"The fullest rank's peak is {size(found.peak_bytes.measured)}{predicted}.")
+    if account.peak_bytes.measured is not None:
+        predicted = f"; {size(account.peak_bytes.predicted)} were predicted" if account.peak_bytes.predicted else ""
+        words.append(f"The fullest rank's peak is {size(account.peak_bytes.measured)}{predicted}.")
     rows = [
         [m.name, size(m.predicted), size(m.measured), change(m.predicted, m.measured), f"rank {m.rank}"]
-        for m in found.memory
+        for m in account.memory
     ]
-    pairs = [(float(m.predicted) if m.predicted is not None else None, float(m.measured or 0)) for m in found.memory]
+    pairs = [(float(m.predicted) if m.predicted is not None else None, float(m.measured or 0)) for m in account.memory]
     head = ["memory", "predicted", "measured", "difference", "on"]
     bars = BarTable(head, rows, beside(pairs, falls=False), "Memory by category") if rows else None
     sent = [
@@ -273,15 +274,15 @@ def _volumes(found: Account) -> Part | None:
             size(t.bytes),
             f"rank {t.rank}",
         ]
-        for t in found.traffic
+        for t in account.traffic
     ]
     names = ["collective", "messages predicted", "measured", "bytes predicted", "measured", "on"]
     tables = [("Traffic by collective", Table(names, sent))] if sent else []
     return Part("volumes", "Memory and traffic", words, bars=bars, tables=tables)
 
 
-def _samples(found: Account) -> Part:
-    samples = found.samples
+def _samples(account: Account) -> Part:
+    samples = account.samples
     rows = [
         ["trained on", f"{samples.trained:,}"],
         ["in the dataset", f"{samples.dataset:,}" if samples.dataset else "a stream"],
@@ -295,10 +296,10 @@ def _samples(found: Account) -> Part:
     return Part("samples", "Account of samples", [words], tables=[("", Table(["samples", "number"], rows))])
 
 
-def _settings(found: Account) -> Part:
-    job = [[name, text] for name, text in flat(found.job) if not name.startswith(("versions", "code"))]
-    plan = [[name, text] for name, text in flat(found.plan) if not name.startswith("prediction")]
-    versions = [[name, str(value)] for name, value in found.versions.items()]
+def _settings(account: Account) -> Part:
+    job = [[name, text] for name, text in flat(account.job) if not name.startswith(("versions", "code"))]
+    plan = [[name, text] for name, text in flat(account.plan) if not name.startswith("prediction")]
+    versions = [[name, str(value)] for name, value in account.versions.items()]
     tables = [
         ("Versions", Table(["of", "version"], versions)),
         ("Plan", Table(["setting", "value"], plan)),
@@ -318,13 +319,13 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
     return rows
 
 
-def notebook_view(found: Account) -> Markup:
+def notebook_view(account: Account) -> Markup:
     """Return a run's facts, and the parts of its wall clock as bars: escaped HTML without scripts or styles."""
-    rows = Markup("").join(_FACT_ROW.format(name, text) for name, text in facts(found))
+    rows = Markup("").join(_FACT_ROW.format(name, text) for name, text in facts(account))
     done, bars = 0.0, list[Markup]()
-    for part in found.wall.parts:
+    for part in account.wall.parts:
         if part.seconds > 0.0:
             bar = _WALL_BAR.format(240 * done, max(1.0, 240 * part.share))
             bars.append(_WALL_ROW.format(part.name.replace("_", " "), bar, seconds(part.seconds), share(part.share)))
         done += part.share
-    return _NOTEBOOK.format(found.limit, rows, Markup("").join(bars))
+    return _NOTEBOOK.format(account.limit, rows, Markup("").join(bars))

@@ -35,12 +35,12 @@ class RunCurves:
     records: Sequence[StepRecord]
 
 
-def named(found: Sequence[tuple[Account, Sequence[StepRecord]]]) -> list[RunCurves]:
+def named(runs: Sequence[tuple[Account, Sequence[StepRecord]]]) -> list[RunCurves]:
     """Return runs named by their directory, or by its path if two directories have the same name."""
-    names = [account.name for account, _ in found]
+    names = [account.name for account, _ in runs]
     return [
         RunCurves(account.path if names.count(account.name) > 1 else account.name, account, records)
-        for account, records in found
+        for account, records in runs
     ]
 
 
@@ -69,20 +69,20 @@ def _table(runs: Sequence[RunCurves]) -> Part:
     head = ["run", "layout", "steps", "loss", "evaluation", "time", "a step", "samples/s", "of the peak", "cost"]
     rows = []
     for run in runs:
-        found = run.account
-        last = found.evaluations[-1].metrics if found.evaluations else {}
+        account = run.account
+        last = account.evaluations[-1].metrics if account.evaluations else {}
         rows.append(
             [
                 run.name,
-                layout_of(found),
-                f"{found.steps:,}",
-                short(found.loss),
+                layout_of(account),
+                f"{account.steps:,}",
+                short(account.loss),
                 ", ".join(f"{name} {short(value)}" for name, value in last.items()) or "-",
-                seconds(found.wall.seconds),
-                seconds(found.step_times.median),
-                rate(found.rates.step_samples) if found.rates.step_samples else "-",
-                share(found.rates.peak_share),
-                dollars(found.cost.dollars) if found.cost else "-",
+                seconds(account.wall.seconds),
+                seconds(account.step_times.median),
+                rate(account.rates.step_samples) if account.rates.step_samples else "-",
+                share(account.rates.peak_share),
+                dollars(account.cost.dollars) if account.cost else "-",
             ]
         )
     return Part("runs", "Side by side", tables=[("", Table(head, rows))])
@@ -157,16 +157,16 @@ class _Point:
 
 
 def _point(run: RunCurves) -> _Point | None:
-    found = run.account
-    batch = number(found.job.get("global_batch")) or (run.records[-1].num_samples if run.records else None)
-    if not found.rates.step_samples or not batch:
+    account = run.account
+    batch = number(account.job.get("global_batch")) or (run.records[-1].num_samples if run.records else None)
+    if not account.rates.step_samples or not batch:
         return None
-    prediction = section(found.plan, "prediction") if not found.elsewhere else {}
+    prediction = section(account.plan, "prediction") if not account.elsewhere else {}
     step, seconds_at = number(prediction.get("step_seconds")), numbers(prediction.get("curve"))
     predicted = batch / step if step else None
     curve = {int(n): batch / s for n, s in seconds_at.items() if n.isdecimal() and int(n) and s > 0.0}
-    parts = {part.name: (part.measured or 0.0) * found.world_size / batch for part in found.parts}
-    return _Point(run.name, found.world_size, found.rates.step_samples, predicted, parts, curve)
+    parts = {part.name: (part.measured or 0.0) * account.world_size / batch for part in account.parts}
+    return _Point(run.name, account.world_size, account.rates.step_samples, predicted, parts, curve)
 
 
 def _scaling(runs: Sequence[RunCurves]) -> Part | None:

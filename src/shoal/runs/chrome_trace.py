@@ -52,7 +52,19 @@ class RankTrace:
         """Return the events of this rank's process, in microseconds on rank 0's clock."""
         rows = _ThreadRows(self.rank)
         shift = (self.lag + self.clock) * 1e6
-        rank_events = [self._of_own(event, rows) for event in self.own]
+        rank_events: list[dict[str, Any]] = [
+            {
+                "ph": "X",
+                "cat": "shoal",
+                "name": event.name,
+                "pid": rows.pid,
+                "tid": rows.first + event.row,
+                "ts": _rounded((event.began + self.clock) * 1e6),
+                "dur": _rounded((event.ended - event.began) * 1e6),
+                "args": dict(event.about),
+            }
+            for event in self.own
+        ]
         names: dict[tuple[Any, Any], str] = {}
         for event in self.profiled:
             if event.get("ph") == "M" and event.get("name") == "thread_name":
@@ -63,32 +75,20 @@ class RankTrace:
                 rank_events.append(_moved(event, rows.pid, rows.of(key, names.get(key)), shift))
         return [*rows.titles(self.host), *rank_events]
 
-    def _of_own(self, event: OwnEvent, rows: _ThreadRows) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "cat": "shoal",
-            "name": event.name,
-            "pid": rows.pid,
-            "tid": rows.first + event.row,
-            "ts": _rounded((event.began + self.clock) * 1e6),
-            "dur": _rounded((event.ended - event.began) * 1e6),
-            "args": dict(event.about),
-        }
-
 
 class _ThreadRows:
     """Rows of a rank's process, numbered in order of appearance."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid, self.first = rank, rank + 1, (rank + 1) * _ROWS
-        self._found: dict[tuple[Any, Any], tuple[int, str]] = {}
+        self._rows: dict[tuple[Any, Any], tuple[int, str]] = {}
 
     def of(self, key: tuple[Any, Any], name: str | None) -> int:
         """Return the row number of the profiler's process and thread."""
-        if key not in self._found:
-            number = len(_OWN_ROWS) + len(self._found)
-            self._found[key] = self.first + number, name or f"thread {key[1]}"
-        return self._found[key][0]
+        if key not in self._rows:
+            number = len(_OWN_ROWS) + len(self._rows)
+            self._rows[key] = self.first + number, name or f"thread {key[1]}"
+        return self._rows[key][0]
 
     def titles(self, host: str) -> list[dict[str, Any]]:
         """Return metadata events: names and order of the process and of its rows."""
@@ -98,7 +98,7 @@ class _ThreadRows:
             self._title("process_labels", 0, labels=host),
             self._title("process_sort_index", 0, sort_index=self.rank),
         ]
-        for tid, name in (*own, *self._found.values()):
+        for tid, name in (*own, *self._rows.values()):
             rank_titles.append(self._title("thread_name", tid, name=name))
             rank_titles.append(self._title("thread_sort_index", tid, sort_index=tid))
         return rank_titles

@@ -118,7 +118,7 @@ class DirectoryLock:
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, new_folders: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder
-        self._made = new_folders
+        self._new_folders = new_folders
         self._over = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -152,7 +152,7 @@ class DirectoryLock:
             if _same(self.folder / NAME, self.descriptor):
                 (self.folder / NAME).unlink()
         os.close(self.descriptor)
-        _unmake(self._made)
+        _unmake(self._new_folders)
 
     def __enter__(self) -> DirectoryLock:
         return self
@@ -316,7 +316,7 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
 
 
 def _begun(aside: Path, mode: int, new_folders: list[Path]) -> int:
-    """Create the file `aside` and its directories; directories that were missing are added to `made`."""
+    """Create the file `aside` and its directories; directories that were missing are added to `new_folders`."""
     for again in range(10):
         absent = itertools.takewhile(lambda path: not path.exists(), aside.parents)
         new_folders.extend(path for path in absent if path not in new_folders)

@@ -82,7 +82,12 @@ class LineFile:
         except OSError:
             return values
         with file:
-            at = self._place(file)
+            now = os.fstat(file.fileno())
+            identity = now.st_dev, now.st_ino
+            if identity != self._identity or now.st_size < self._offset:
+                self.replaced = self._identity != (0, 0)
+                self._identity, self._offset, self.damaged = identity, 0, 0
+            at = self._offset
             file.seek(at)
             for line in file:
                 if not line.endswith(b"\n"):  # incomplete: still being written, or cut off by a kill
@@ -93,14 +98,6 @@ class LineFile:
                     continue
                 self.damaged += 1
         return values
-
-    def _place(self, file: Any) -> int:
-        now = os.fstat(file.fileno())
-        identity = now.st_dev, now.st_ino
-        if identity != self._identity or now.st_size < self._offset:
-            self.replaced = self._identity != (0, 0)
-            self._identity, self._offset, self.damaged = identity, 0, 0
-        return self._offset
 
 
 class RunReader:

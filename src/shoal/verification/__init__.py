@@ -123,8 +123,8 @@ def verify_session(train: Callable[[], object], devices: int, steps: int = 3) ->
             "grain by grain": replace(single, grain_by_grain=True),
             "backwards": replace(single, grain_by_grain=True, backwards=True),
         }
-        for way, told in ways.items():
-            _train(train, 1, replace(told, folder=str(folder / way)))
+        for way, replay in ways.items():
+            _train(train, 1, replace(replay, folder=str(folder / way)))
         verdict = _judge(folder, list(ways), devices)
     verdict.seconds = time.monotonic() - began
     return verdict

@@ -83,9 +83,9 @@ class References:
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """Return one tensor of every reference, in float64: of all variants, and of the float64 reference."""
-        found = [numbers(t) for way in self.ways if (t := of(way)) is not None]
+        own = [numbers(t) for way in self.ways if (t := of(way)) is not None]
         true = of(self.exact) if self.exact is not None else None
-        return found, None if true is None else numbers(true)
+        return own, None if true is None else numbers(true)
 
 
 def compare(
@@ -109,26 +109,47 @@ class _Comparison:
     _relative: dict[str, float] = field(default_factory=dict)  # tolerance of each gradient relative to its size
     _norm_tolerance: float = 0.0
 
-    @property
-    def _base(self) -> StepTrace:
-        return self._r.ways[0].trace
+    def __post_init__(self) -> None:
+        self._base = self._r.ways[0].trace
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks, one phase after the other; later phases inherit tolerances from earlier ones."""
         yield from self._data()
-        weightless = self._base.skipped == self._p.skipped == "weightless"  # no gradient was divided by the weight
+        parallel, first = self._p, self._r.ways[0]
+        weightless = self._base.skipped == parallel.skipped == "weightless"  # no gradient was divided by the weight
         if not weightless:
             yield from self._forward()
         yield from self._loss()
+        # Gradients have no known rank in a Session's loop on one process or in a divided model.
+        if not weightless and first.contributions and not parallel.divided:
+            for rank, gradients in sorted(parallel.gradients.items()):
+                yield from self._gradients("backward", rank, gradients, set(first.contributions.get(rank, {})))
         if not weightless:
-            yield from self._backward()
-            yield from self._reduction()
-        if self._base.skipped or self._p.skipped:
-            yield from self._skipped()
+            wanted = set(self._base.phase("reduction"))
+            yield from self._gradients("reduction", None, parallel.phase("reduction"), wanted)
+            yield from self._replicas("reduction")
+        if self._base.skipped or parallel.skipped:
+            if (parallel.skipped is None) != (self._base.skipped is None):
+                done = f"was left out ({parallel.skipped})" if parallel.skipped else "was not left out"
+                yield self._say("update", "(all)", f"the update {done}; on one process: {self._base.skipped or 'done'}")
+                return
+            for name, value in {**parallel.phase("update"), **parallel.phase("buffers")}.items():
+                key = f"update/{name}" if f"update/{name}" in parallel.tensors else f"buffers/{name}"
+                old = self._before.tensors.get(key)
+                if old is not None and not identical(value, old):
+                    yield self._say("update", name, "has changed in a step that was left out")
+            yield from self._replicas("update")
             return
         yield from self._clipping()
         yield from self._update()
-        yield from self._buffers()
+        for name, value in parallel.phase("buffers").items():
+            if value.is_floating_point() or value.is_complex():
+                key = f"buffers/{name}"
+                size = float(numbers(value).norm())
+                yield self._check("buffers", name, *self._judge(key, value, _tensor(key), size))
+            else:
+                yield self._equal("buffers", name, value)
+        yield from self._replicas("buffers")
 
     def _check(self, phase: str, name: str, error: float, tolerance: float, rank: int | None = None) -> Check:
         return Check(self._p.step, phase, name, rank, error, tolerance)
@@ -159,18 +180,16 @@ class _Comparison:
         moves = MULTIPLE * spread + PRECISION_SHARE * max(away)
         if not math.isfinite(moves):
             return error, 0.0
-        return error, self._moves(where, moves, scale if size is None else size) + UNITS * UNIT * scale
-
-    def _moves(self, where: str, moves: float, size: float) -> float:
-        """Return how far rounding moves a tensor; without all variants, at least as far as in the first step."""
+        size = scale if size is None else size
         if self._r.complete:
             self._measured[where] = max(self._measured.get(where, 0.0), moves / size if size else 0.0)
-            return moves
-        known = self._measured.get(where)
-        if known is None:
-            phase = where.partition("/")[0]
-            known = max((m for key, m in self._measured.items() if key.startswith(f"{phase}/")), default=0.0)
-        return max(moves, CARRIED * known * size)
+        else:  # rounding moves the tensor at least as far as in the first step
+            known = self._measured.get(where)
+            if known is None:
+                phase = where.partition("/")[0]
+                known = max((m for key, m in self._measured.items() if key.startswith(f"{phase}/")), default=0.0)
+            moves = max(moves, CARRIED * known * size)
+        return error, moves + UNITS * UNIT * scale
 
     def _data(self) -> Iterator[Check]:
         """Check that every grain is computed once, with its samples."""
@@ -195,15 +214,15 @@ class _Comparison:
             own = self._base.forward.get(call)
             if own is None:
                 continue  # only some variants make this call
-            held = sorted(grains.keys() & own.keys())
+            common = sorted(grains.keys() & own.keys())
             phase = "data" if call.startswith("(batch)") else "forward"
             worst: Check | None = None
-            for rank in sorted({owners[g] for g in held if g in owners}):
-                mine = [g for g in held if owners.get(g) == rank]
+            for rank in sorted({owners[g] for g in common if g in owners}):
+                mine = [g for g in common if owners.get(g) == rank]
 
                 def of(way: Computed, call: str = call, mine: list[int] = mine) -> Tensor | None:
-                    found = way.trace.forward.get(call, {})
-                    return torch.tensor([found[g] for g in mine]) if all(g in found for g in mine) else None
+                    values = way.trace.forward.get(call, {})
+                    return torch.tensor([values[g] for g in mine]) if all(g in values for g in mine) else None
 
                 value = torch.tensor([grains[g] for g in mine], dtype=torch.float64)
                 check = self._check(
@@ -221,7 +240,7 @@ class _Comparison:
                 return torch.tensor([math.fsum(p.total for p in own)], dtype=torch.float64) if own else None
 
             name = f"of grains {some(part.grains)}"
-            own = next((found for way in self._r.ways if (found := parts_within(way, part.grains))), [])
+            own = next((parts for way in self._r.ways if (parts := parts_within(way, part.grains))), [])
             scale = math.fsum(abs(p.total) for p in own)
             yield self._check(
                 "loss", name, *self._judge("loss/total", torch.tensor([part.total]), of, scale), part.rank
@@ -239,14 +258,14 @@ class _Comparison:
             )
 
     def _gradients(
-        self, phase: str, rank: int | None, found: Mapping[str, Tensor], wanted: set[str]
+        self, phase: str, rank: int | None, gradients: Mapping[str, Tensor], wanted: set[str]
     ) -> Iterator[Check]:
         for name in reversed(self._order):
-            if (name in found) != (name in wanted):
+            if (name in gradients) != (name in wanted):
                 said = "has no gradient" if name in wanted else "has a gradient, which no loss depends on"
                 yield self._say(phase, name, said, rank)
                 continue
-            if name not in found:
+            if name not in gradients:
                 continue
 
             def of(way: Computed, name: str = name) -> Tensor | None:
@@ -257,37 +276,12 @@ class _Comparison:
                 )
 
             magnitude = self._r.ways[0].magnitudes.get(name, 0.0)
-            error, tolerance = self._judge(f"{phase}/{name}", found[name], of, magnitude)
+            error, tolerance = self._judge(f"{phase}/{name}", gradients[name], of, magnitude)
             if rank is None:
                 size = float(numbers(self._base.tensors[f"reduction/{name}"]).norm())
                 self._relative[name] = tolerance / size if size else 0.0
                 self._norm_tolerance = math.hypot(self._norm_tolerance, tolerance)
             yield self._check(phase, name, error, tolerance, rank)
-
-    def _backward(self) -> Iterator[Check]:
-        if not self._r.ways[0].contributions or self._p.divided:
-            return  # gradients have no known rank in a Session's loop on one process or in a divided model
-        for rank, found in sorted(self._p.gradients.items()):
-            wanted = set(self._r.ways[0].contributions.get(rank, {}))
-            yield from self._gradients("backward", rank, found, wanted)
-
-    def _reduction(self) -> Iterator[Check]:
-        found = self._p.phase("reduction")
-        yield from self._gradients("reduction", None, found, set(self._base.phase("reduction")))
-        yield from self._replicas("reduction")
-
-    def _skipped(self) -> Iterator[Check]:
-        mine, wanted = self._p.skipped, self._base.skipped
-        if (mine is None) != (wanted is None):
-            done = f"was left out ({mine})" if mine else "was not left out"
-            yield self._say("update", "(all)", f"the update {done}; on one process: {wanted or 'done'}")
-            return
-        for name, value in {**self._p.phase("update"), **self._p.phase("buffers")}.items():
-            key = f"update/{name}" if f"update/{name}" in self._p.tensors else f"buffers/{name}"
-            old = self._before.tensors.get(key)
-            if old is not None and not identical(value, old):
-                yield self._say("update", name, "has changed in a step that was left out")
-        yield from self._replicas("update")
 
     def _clipping(self) -> Iterator[Check]:
         norm = torch.tensor([self._p.norm])
@@ -308,17 +302,35 @@ class _Comparison:
         yield from self._replicas("clipping")
 
     def _update(self) -> Iterator[Check]:
-        """Check parameters by their change in this step, which their size would hide, and the optimizer's state."""
-        found = self._p.phase("update")
-        for name in self._order:
-            if name in found:
-                yield self._changed(name, found[name])
-        for name, value in found.items():
-            if name in self._order:
-                continue
+        """Check parameters by their change in this step, which their size would hide, and the optimizer's state.
+
+        The tolerance of the gradients is added if the reference update used other gradients.
+        """
+        tensors, references = self._p.phase("update"), self._r.updated or self._r
+        for name in (*(n for n in self._order if n in tensors), *(n for n in tensors if n not in self._order)):
+            value, key, old = tensors[name], f"update/{name}", self._before.tensors.get(f"update/{name}")
             is_whole = not (value.is_floating_point() or value.is_complex())
-            yield self._equal("update", name, value) if is_whole else self._state(name, value)
-        for name in sorted(self._base.phase("update").keys() - found.keys()):
+            of = _tensor(key)
+            if name in self._order:
+                old = numbers(self._before.tensors[key])
+                unit = 1.0 if is_whole else torch.finfo(value.dtype).eps / 2.0 / UNIT
+                value = numbers(value) - old
+
+                def of(way: Computed, key: str = key, old: Tensor = old) -> Tensor | None:
+                    own = way.trace.tensors.get(key)
+                    return None if own is None else numbers(own) - old
+
+                size = float(value.norm())
+                scale, inherited = float(old.norm()) * unit + size, size * self._relative.get(name, 0.0)
+            elif is_whole:
+                yield self._equal("update", name, value)
+                continue
+            else:
+                scale = size = float(numbers(value).norm()) + (0.0 if old is None else float(numbers(old).norm()))
+                inherited = 2.0 * size * self._relative.get(name.rpartition("/")[0], 0.0)
+            error, tolerance = self._judge(key, value, of, scale, size, references=references)
+            yield self._check("update", name, error, tolerance + (0.0 if self._r.updated else inherited))
+        for name in sorted(self._base.phase("update").keys() - tensors.keys()):
             yield self._say("update", name, "is missing")
         yield from self._replicas("update")
 
@@ -327,46 +339,6 @@ class _Comparison:
         ways = (way.trace.tensors.get(f"{phase}/{name}", torch.empty(0)) for way in self._r.ways)
         same = any(identical(value, own) for own in ways)
         return self._check(phase, name, 0.0, 0.0) if same else self._say(phase, name, "has another value")
-
-    def _state(self, name: str, value: Tensor) -> Check:
-        key = f"update/{name}"
-        old = self._before.tensors.get(key)
-        size = float(numbers(value).norm()) + (0.0 if old is None else float(numbers(old).norm()))
-        inherited = 2.0 * size * self._relative.get(name.rpartition("/")[0], 0.0)
-        return self._updated(name, value, _tensor(key), (size, size), inherited)
-
-    def _changed(self, name: str, value: Tensor) -> Check:
-        key = f"update/{name}"
-        old = numbers(self._before.tensors[key])
-        change = numbers(value) - old
-
-        def of(way: Computed) -> Tensor | None:
-            found = way.trace.tensors.get(key)
-            return None if found is None else numbers(found) - old
-
-        is_whole = not (value.is_floating_point() or value.is_complex())
-        unit = 1.0 if is_whole else torch.finfo(value.dtype).eps / 2.0 / UNIT
-        size = float(change.norm())
-        inherited = size * self._relative.get(name, 0.0)
-        return self._updated(name, change, of, (float(old.norm()) * unit + size, size), inherited)
-
-    def _updated(self, name: str, value: Tensor, of: Of, sizes: tuple[float, float], inherited: float) -> Check:
-        """Check one updated tensor; `sizes` are scale and size for `_judge`.
-
-        The tolerance `inherited` from the gradients is added if the reference update used other gradients.
-        """
-        references = self._r.updated or self._r
-        error, tolerance = self._judge(f"update/{name}", value, of, *sizes, references=references)
-        return self._check("update", name, error, tolerance + (0.0 if self._r.updated else inherited))
-
-    def _buffers(self) -> Iterator[Check]:
-        for name, value in self._p.phase("buffers").items():
-            if not (value.is_floating_point() or value.is_complex()):
-                yield self._equal("buffers", name, value)
-                continue
-            key = f"buffers/{name}"
-            yield self._check("buffers", name, *self._judge(key, value, _tensor(key), float(numbers(value).norm())))
-        yield from self._replicas("buffers")
 
     def _replicas(self, phase: str) -> Iterator[Check]:
         """Check that a tensor on several ranks has the same bits on each."""

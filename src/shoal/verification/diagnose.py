@@ -166,7 +166,7 @@ def _loss(case: _Case) -> Iterator[str]:
         return
     assert case.references is not None
     for part in case.parallel.parts:
-        own = next((found for way in case.references.ways if (found := parts_within(way, part.grains))), [])
+        own = next((parts for way in case.references.ways if (parts := parts_within(way, part.grains))), [])
         wanted = math.fsum(p.total for p in own)
         if case.first.rank == part.rank and name == f"of grains {some(part.grains)}" and wanted:
             yield f"{part.total / wanted:.6g} times the loss of these grains on one process"
@@ -287,11 +287,11 @@ def _clipping(case: _Case) -> Iterator[str]:
     mine = case.parallel.tensors[f"clipping/{case.first.name}"]
     reduced = case.parallel.tensors[f"reduction/{case.first.name}"]
     factor, left = _fit(mine, reduced)
-    asked, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
-    if _fit(asked, base)[1] >= _LEFT:
+    expected, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
+    if _fit(expected, base)[1] >= _LEFT:
         yield "its elements are not those of the mean gradient, each clipped to clip_value"
     elif left < _LEFT:
-        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(asked, base)[0]:.6g}"
+        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(expected, base)[0]:.6g}"
     else:
         yield "clipped element by element, or by norms of single parameters, not by one global norm"
 
@@ -305,8 +305,8 @@ def _update(case: _Case) -> Iterator[str]:
         mine, wanted = case.parallel.tensors[f"update/{name}"], case.base.trace.tensors.get(f"update/{name}")
         if wanted is not None:
             factor, left = _fit(mine, wanted)
-            told = f" ({factor:.6g} times)" if left < _LEFT else ""
-            yield f"the optimizer's own state is not what one process has{told}: a stale shard, or a second step"
+            times = f" ({factor:.6g} times)" if left < _LEFT else ""
+            yield f"the optimizer's own state is not what one process has{times}: a stale shard, or a second step"
         return
     old = case.before.tensors[f"update/{name}"].double()
     change = case.parallel.tensors[f"update/{name}"].double() - old

@@ -120,8 +120,8 @@ def _work(
         _refuse_lost_threads()
         work(environment)
     except BaseException as error:
-        told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
-        (folder / f"error-{environment.rank}.json").write_text(json.dumps(told), encoding="utf-8")
+        document = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
+        (folder / f"error-{environment.rank}.json").write_text(json.dumps(document), encoding="utf-8")
         raise
 
 
@@ -143,11 +143,11 @@ def _wait(children: dict[int, int], folder: Path) -> None:
                 if not (folder / f"error-{rank}.json").exists():
                     lost = lost or _lost(rank, status, folder)
         time.sleep(_POLL_SECONDS)
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("error-*.json"))]
-    own = [t for t in told if t["kind"] != "PeerError"]
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("error-*.json"))]
+    own = [t for t in documents if t["kind"] != "PeerError"]
     if not own and lost is not None:
         raise lost
-    for document in own or told:
+    for document in own or documents:
         raise from_json(document)
 
 

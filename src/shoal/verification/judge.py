@@ -92,11 +92,11 @@ class Verdict:
 
     def worst(self) -> dict[str, float]:
         """Return the worst ratio of error to tolerance of each tensor over all steps, by PHASE/NAME."""
-        found: dict[str, float] = {}
+        ratios: dict[str, float] = {}
         for check in self.checks:
             key = f"{check.phase}/{check.name}"
-            found[key] = max(found.get(key, 0.0), check.ratio)
-        return found
+            ratios[key] = max(ratios.get(key, 0.0), check.ratio)
+        return ratios
 
 
 def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
@@ -128,8 +128,8 @@ def judge(job: Job, plan: Plan, traced: Traced, steps: Iterator[StepTrace], devi
         for parallel in steps:
             if verdict.failed:
                 break
-            found, references = judges.step(before, parallel)
-            verdict.checks += (judges.sum_over_grains() if parallel.step == 0 else []) + found
+            checks, references = judges.step(before, parallel)
+            verdict.checks += (judges.sum_over_grains() if parallel.step == 0 else []) + checks
             if verdict.failed:
                 verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, judges.world_size)
             before = parallel
@@ -188,12 +188,12 @@ class _Judges:
         model = self._plain.model
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
-            held = initial.tensors.get(key)
+            value_there = initial.tensors.get(key)
             said = "does not begin as the job's model() makes it from the seed"
             if self._is_one_module:
                 said = f"is of {MADE_BEFORE}, with other values in each process that loads the job"
-            said = "is missing" if held is None else said
-            if held is None or not identical(held, value.detach().cpu()):
+            said = "is missing" if value_there is None else said
+            if value_there is None or not identical(value_there, value.detach().cpu()):
                 yield Check(0, "data", f"initial {name}", None, math.inf, 0.0, said)
         for rank, key in initial.strays():
             yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
@@ -295,23 +295,23 @@ class _Judges:
             return None
         try:
             way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
-            found = self._double.step(parallel.step, before, facts, self._computation, way)
+            double = self._double.step(parallel.step, before, facts, self._computation, way)
         except Exception as error:  # the plain reference has computed it, so float64 fails and not the job
             self._no_double(error)
             return None
-        if found.trace.skipped == "nonfinite":
+        if double.trace.skipped == "nonfinite":
             note = "the float64 reference is not finite where the ways are: tolerances come from the ways alone"
             self._notes += [note] if note not in self._notes else []
             return None
-        difference = abs(found.trace.loss - plain.trace.loss)
-        if difference > 0.1 * abs(found.trace.loss) and self._precision.compute == torch.float32:
+        difference = abs(double.trace.loss - plain.trace.loss)
+        if difference > 0.1 * abs(double.trace.loss) and self._precision.compute == torch.float32:
             self._notes.append(
-                f"the float64 reference draws other random numbers (loss {found.trace.loss:.6g}, in float32 "
+                f"the float64 reference draws other random numbers (loss {double.trace.loss:.6g}, in float32 "
                 f"{plain.trace.loss:.6g}): tolerances come from the ways alone"
             )
             self._double = None
             return None
-        return found
+        return double
 
     def _no_double(self, error: Exception) -> None:
         """Drop the float64 reference with a note: shoal chose float64, so the failure is no mistake of the job."""
@@ -371,42 +371,42 @@ class _Judges:
             said = f"{self._traced.eval_samples} samples were evaluated, on one process {count}"
             yield Check(step, "metrics", "samples", None, math.inf, 0.0, said)
         for name, value in expected.items():
-            held = self._traced.metrics.get(name, math.nan)
-            error = min(abs(held - value), abs(held - again[name]))
-            error = 0.0 if held == value or (math.isnan(held) and math.isnan(value)) else error
+            measured = self._traced.metrics.get(name, math.nan)
+            error = min(abs(measured - value), abs(measured - again[name]))
+            error = 0.0 if measured == value or (math.isnan(measured) and math.isnan(value)) else error
             tolerance = MULTIPLE * abs(value - again[name]) + UNITS * UNIT * abs(value)
             yield Check(step, "metrics", name, None, error, tolerance)
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._plain.close()
+        self._plain.forward.close()
         if self._double is not None:
-            self._double.close()
+            self._double.forward.close()
 
 
 def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) -> list[Check]:
     """Check that every number of every step has the same bits as on one process, as exact mode demands."""
-    found: list[Check] = []
+    checks: list[Check] = []
     for mine, single in zip(parallel, alone_, strict=True):
-        held, wanted = mine.first_digests, single.first_digests
-        keys = sorted(held.keys() | wanted.keys(), key=lambda key: PHASES.index(key.partition("/")[0]))
+        mine_digests, single_digests = mine.first_digests, single.first_digests
+        keys = sorted(mine_digests.keys() | single_digests.keys(), key=lambda key: PHASES.index(key.partition("/")[0]))
         for key in keys:
-            same = held.get(key) == wanted.get(key)
+            same = mine_digests.get(key) == single_digests.get(key)
             phase, _, name = key.partition("/")
             said = None if same else "is not bit for bit what one process computes"
-            found.append(Check(mine.step, phase, name, None, 0.0, 0.0, said))
+            checks.append(Check(mine.step, phase, name, None, 0.0, 0.0, said))
         if (mine.loss, mine.norm) != (single.loss, single.norm) and math.isfinite(single.loss):
             said = f"loss {mine.loss!r}, norm {mine.norm!r}; on one process {single.loss!r}, {single.norm!r}"
-            found.append(Check(mine.step, "reduction", "loss and norm", None, math.inf, 0.0, said))
-        if any(not check.passed for check in found):
+            checks.append(Check(mine.step, "reduction", "loss and norm", None, math.inf, 0.0, said))
+        if any(not check.passed for check in checks):
             break
-    return found
+    return checks
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:
     """Return True if two modules have a parameter or buffer in common."""
-    held = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
-    return any(id(tensor) in held for tensor in (*other.parameters(), *other.buffers()))
+    tensors = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+    return any(id(tensor) in tensors for tensor in (*other.parameters(), *other.buffers()))
 
 
 def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:

@@ -100,7 +100,7 @@ class Reference:
         schedule = job.schedule
         self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
         self.model.train()
-        self._forward = ForwardRecorder(self.model)
+        self.forward = ForwardRecorder(self.model)  # its hooks are removed by `forward.close()`
         self._forward_writes = False  # whether a forward has written a parameter
         self._rewrites = False  # whether a backward writes buffers, by recomputation
         self._written: set[str] = set()  # names of the buffers that forwards change
@@ -109,64 +109,64 @@ class Reference:
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
     ) -> Computed:
         """Compute step `number` from the state `before`; only the loss factor comes from the parallel run's `facts`."""
-        self._load(before)
+        self.set_state(before, optimizer=True)
         computer = LossComputer(self._job, self.model, self._precision, computation)
-        found = Computed(StepTrace(number, factor=facts.factor))
+        trace = StepTrace(number, factor=facts.factor)
+        result = Computed(trace)
         threads = torch.get_num_threads()
         torch.set_num_threads(way.threads)
+        halves = Halves() if way.halves else contextlib.nullcontext()
+        rounded = Rounded(way.rounded) if way.rounded is not None else contextlib.nullcontext()
         try:
-            halves = Halves() if way.halves else contextlib.nullcontext()
-            rounded = Rounded(way.rounded) if way.rounded is not None else contextlib.nullcontext()
             with halves, rounded:
-                self._accumulate(computer, way, found)
+                sums, buffers = self._accumulate(computer, way, result)
+                whole = self._of_whole_batch(computer, number)
         finally:
             torch.set_num_threads(threads)
-        self._finish(found)
-        return found
+        result.whole_batch = frozenset(whole)
+        self._finish(result, sums, buffers | whole)
+        return result
 
     def update(self, before: StepTrace, parallel: StepTrace, computation: MicrobatchPolicy) -> StepTrace:
         """Return the state after an optimizer step from `before` with the parallel run's own clipped gradients.
 
         Parameters that a forward writes (clamped ones, a teacher) are written first, by a forward of one grain.
         """
-        self._load(before)
+        self.set_state(before, optimizer=True)
         if self._forward_writes:
             computer = LossComputer(self._job, self.model, self._precision, computation)
             _, grain = self.microbatches(parallel.step, ReferenceVariant("one grain"), 1)[0]
             start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
             with computer.scope(grain):
                 computer.loss(self._precision.inputs(grain.batch))
-            with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    self._put_back(name, buffer, start[name])
-        found = StepTrace(parallel.step)
-        self._apply(found, parallel.phase("clipping"))
-        self._capture(found)
-        return found
-
-    def _load(self, before: StepTrace) -> None:
-        self.set_state(before)
-        kind = self._precision.parameters
-        saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in before.optimizer_tensors.items()}
-        load_optimizer(self._optimizer, self.model, saved, before.optimizer)
+            self._restore(start)
+        trace = StepTrace(parallel.step)
+        self._apply(trace, parallel.phase("clipping"))
+        _capture(trace, self.model, self._optimizer)
+        return trace
 
     def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> list[tuple[int, Microbatch]]:
         """Return the (rank, microbatch) pairs of a step in the variant's order."""
-        found = []
+        pairs = []
         for rank in range(self._num_ranks):
             loader = MapLoader(self._source, self._order, DataRank(rank, self._num_ranks), 0, pin_memory=False)
             loader.seek(number, per_microbatch if way.fused else 1)
-            found += [(rank, microbatch) for microbatch in loader.step(number).microbatches]
+            pairs += [(rank, microbatch) for microbatch in loader.step(number).microbatches]
         if way.order == -1:
-            found.reverse()
+            pairs.reverse()
         elif way.order > 1:
-            found = [m for start in range(way.order) for m in found[start :: way.order]]
-        return found
+            pairs = [pair for start in range(way.order) for pair in pairs[start :: way.order]]
+        return pairs
 
-    def _accumulate(self, computer: LossComputer, way: ReferenceVariant, found: Computed) -> None:
-        """Run forward and backward of every microbatch; each starts from the buffers before the step."""
-        trace = found.trace
-        self._forward.clear()
+    def _accumulate(
+        self, computer: LossComputer, way: ReferenceVariant, result: Computed
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Run forward and backward of every microbatch; each starts from the buffers before the step.
+
+        Returns the sums of the gradients, and the means of the buffers that changed.
+        """
+        trace = result.trace
+        self.forward.clear()
         self._written = set(computer.computation.buffers)
         start = {name: b.detach().clone() for name, b in self._changing()}
         sums: dict[str, Tensor] = {}
@@ -176,36 +176,44 @@ class Reference:
         size = sum(map(real_numel, self._parameters)) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             marks = {name: bits_checksum([p]) for name, p in self.model.named_parameters()} if not trace.parts else {}
-            part = self._compute(computer, microbatch, rank, trace)
+            batch = self._precision.inputs(microbatch.batch)
+            self.model.zero_grad(set_to_none=True)
+            self.forward.begin(microbatch, batch)
+            with computer.scope(microbatch):
+                total, weight = computer.loss(batch)
+                self.forward.end()
+                before = {name: buffer.detach().clone() for name, buffer in self._changing()}
+                if total.requires_grad:  # else the microbatch has no weight
+                    run_backward(total * trace.factor)
+                # After the backward, which writes buffers again if the job recomputes the module that writes them.
+                after = {name: buffer.detach().clone() for name, buffer in self._changing()}
+            self._rewrites |= any(not identical(before[name], value) for name, value in after.items())
             if any(marks[name] != bits_checksum([p]) for name, p in self.model.named_parameters() if name in marks):
                 self._forward_writes = True
+            grains = tuple(g.index for g in microbatch.grains)
+            ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
+            trace.parts.append(MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight)))
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 gradient = gradient.to(torch.promote_types(gradient.dtype, self._precision.reduce))
                 sums[name] = sums[name] + gradient if name in sums else gradient.clone()
-                own = found.contributions.setdefault(rank, {})
+                own = result.contributions.setdefault(rank, {})
                 own[name] = own[name] + gradient if name in own else gradient.clone()
-                if way.fused and size * (len(found.parts) + 1) <= _MOST_PARTS_BYTES:
-                    found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
-                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
-            with torch.no_grad():
-                for name, buffer in self._changing():
-                    left = self._left[name]
-                    if name in changed or not identical(left, start[name]):
-                        changed.add(name)
-                    buffers[name] += wide(left) * microbatch.num_samples
-                    self._put_back(name, buffer, start[name])
+                if way.fused and size * (len(result.parts) + 1) <= _MOST_PARTS_BYTES:
+                    result.parts.setdefault((rank, grains), {})[name] = gradient.clone()
+                result.magnitudes[name] = result.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
+            for name, value in after.items():
+                if name in changed or not identical(value, start[name]):
+                    changed.add(name)
+                buffers[name] += wide(value) * microbatch.num_samples
+            self._restore(start)
             samples += microbatch.num_samples
-            trace.parts.append(part)
-        trace.forward = dict(self._forward.fingerprints)
-        self._sums, self._buffer_values = sums, {n: buffers[n] / max(1, samples) for n in changed}
-        whole = self._of_whole_batch(computer, trace.step, start)
-        self._buffer_values |= whole
-        found.whole_batch = frozenset(whole)
+        trace.forward = dict(self.forward.fingerprints)
+        return sums, {name: buffers[name] / max(1, samples) for name in changed}
 
-    def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _of_whole_batch(self, computer: LossComputer, step: int) -> dict[str, Tensor]:
         """Return the buffers that one forward of the whole batch leaves, except those with a rule from torch.
 
         The backward also runs if it writes buffers. Means are skipped if a module mixes samples or if the randomness is
@@ -217,76 +225,60 @@ class Reference:
             rules = {name: rule for name, rule in rules.items() if rule != "mean"}
         if not rules:
             return {}
+        start = {name: b.detach().clone() for name, b in self._changing()}
         loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
         loader.seek(step, self._order.num_grains)
-        found: dict[str, Tensor] = {}
         for microbatch in loader.step(step).microbatches:
             with computer.scope(microbatch):
                 try:
                     with torch.set_grad_enabled(self._rewrites):
                         total, _ = computer.loss(self._precision.inputs(microbatch.batch))
                 except ShoalError:  # the loss itself differentiates
-                    self._put_all_back(start)
+                    self._restore(start)
                     again = microbatch.read(microbatch.grains, microbatch.ids)
                     total, _ = computer.loss(self._precision.inputs(again.batch))
                 if self._rewrites and total.requires_grad:
                     run_backward(total)
-        with torch.no_grad():
-            for name, buffer in self._changing():
-                if name in rules:
-                    found[name] = buffer.clone()
-        self._put_all_back(start)
-        return found
+        values = {name: buffer.detach().clone() for name, buffer in self._changing() if name in rules}
+        self._restore(start)
+        return values
 
     def _changing(self) -> list[tuple[str, Tensor]]:
         """Return the buffers, and the parameters without gradient that a forward writes."""
         parameters = ((name, p) for name, p in self.model.named_parameters() if name in self._written)
         return [*self.model.named_buffers(), *parameters]
 
-    def _put_all_back(self, start: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self._changing():
-                self._put_back(name, buffer, start[name])
+    @torch.no_grad()
+    def _restore(self, start: Mapping[str, Tensor]) -> None:
+        """Restore changing tensors, also if a forward has replaced a buffer by a tensor of another dtype."""
+        for name, buffer in self._changing():
+            if name not in start:
+                continue
+            if buffer.dtype == start[name].dtype:
+                buffer.copy_(start[name])
+            else:
+                home, _, key = name.rpartition(".")
+                self.model.get_submodule(home)._buffers[key] = start[name].clone()
 
-    def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
-        """Restore a buffer, also if a forward has replaced it by a tensor of another dtype."""
-        if buffer.dtype == start.dtype:
-            buffer.copy_(start)
-        else:
-            home, _, key = name.rpartition(".")
-            self.model.get_submodule(home)._buffers[key] = start.clone()
-
-    def _compute(self, computer: LossComputer, microbatch: Microbatch, rank: int, trace: StepTrace) -> MicrobatchTrace:
-        batch = self._precision.inputs(microbatch.batch)
-        self.model.zero_grad(set_to_none=True)
-        self._forward.begin(microbatch, batch)
-        with computer.scope(microbatch):
-            total, weight = computer.loss(batch)
-            self._forward.end()
-            before = {name: buffer.detach().clone() for name, buffer in self._changing()}
-            if total.requires_grad:  # else the microbatch has no weight
-                run_backward(total * trace.factor)
-            # After the backward, which writes buffers again if the job recomputes the module that writes them.
-            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
-            self._rewrites |= any(not identical(before[name], left) for name, left in self._left.items())
-        grains = tuple(g.index for g in microbatch.grains)
-        ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
-        return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))
-
-    def _finish(self, found: Computed) -> None:
+    def _finish(self, result: Computed, sums: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Compute mean, norm, clipping, schedule and optimizer step; skip the update if loss or norm is not finite."""
-        trace, job = found.trace, self._job
+        trace, job = result.trace, self._job
         trace.weight = math.fsum(part.weight for part in trace.parts)
         total = math.fsum(part.total for part in trace.parts)
         trace.loss = total / trace.weight if trace.weight else math.nan
         scale = 1.0 / (trace.weight * trace.factor) if trace.weight else 0.0
-        mean = {name: g * scale for name, g in self._sums.items()}
-        found.contributions = {r: _scaled(own, scale) for r, own in found.contributions.items()}
-        found.parts = {key: _scaled(own, scale) for key, own in found.parts.items()}
-        found.magnitudes = {name: value * abs(scale) for name, value in found.magnitudes.items()}
+        mean = {name: g * scale for name, g in sums.items()}
+        result.contributions = {r: _scaled(own, scale) for r, own in result.contributions.items()}
+        result.parts = {key: _scaled(own, scale) for key, own in result.parts.items()}
+        result.magnitudes = {name: value * abs(scale) for name, value in result.magnitudes.items()}
         trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
-        if trace.weight:
-            mean = self._hooked(mean, trace.step)
+        if trace.weight:  # the hooks on parameters change the mean gradient
+            hooked = {name: p for name, p in self._parameters.named if name in self._hooks.by_name and name in mean}
+            for name, parameter in hooked.items():
+                parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
+            self._hooks.call(hooked, random_key(job.seed, "hooks", trace.step))
+            after = {name: p.grad.to(mean[name]) for name, p in hooked.items() if p.grad is not None}
+            mean = {name: after.get(name, g) for name, g in mean.items() if name not in hooked or name in after}
         trace.norm = math.sqrt(math.fsum(float(numbers(g).square().sum()) for g in mean.values()))
         if not trace.weight:
             trace.skipped = "weightless"
@@ -300,22 +292,14 @@ class Reference:
             self._apply(trace, clipped)
             with torch.no_grad():
                 for name, buffer in self._changing():
-                    value = self._buffer_values.get(name)
+                    value = buffers.get(name)
                     if value is not None:
                         whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
                         buffer.copy_(value.round() if whole else value)
-        self._capture(trace)
-
-    def _hooked(self, mean: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Return the mean gradient after the hooks on parameters have run."""
-        hooked = {name: p for name, p in self._parameters.named if name in self._hooks.by_name and name in mean}
-        for name, parameter in hooked.items():
-            parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
-        self._hooks.call(hooked, random_key(self._job.seed, "hooks", step))
-        found = {name: p.grad.to(mean[name]) for name, p in hooked.items() if p.grad is not None}
-        return {name: found.get(name, g) for name, g in mean.items() if name not in hooked or name in found}
+        _capture(trace, self.model, self._optimizer)
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
+        """Set the learning rates and step the optimizer with these gradients."""
         job = self._job
         for name, parameter in self._parameters.named:
             parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
@@ -323,28 +307,19 @@ class Reference:
                 trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
         before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
         progress = Progress(trace.step, self._order.num_steps, before)
-        self._set_rates(progress)
-        seed_everything(random_key(job.seed, "optimizer", trace.step))
-        step_optimizer(self._optimizer)
-
-    def _set_rates(self, progress: Progress) -> None:
         if self._scheduled is not None:
             self._scheduled.set(progress)
-            return
-        multiplier = float(self._job.schedule(progress)) if self._job.schedule is not None else 1.0
-        for group, rate in zip(rated(parts(self._optimizer).values()), self._rates, strict=True):
-            if OWN_RATE in group:
-                continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * multiplier)
-            else:
-                group["lr"] = rate * multiplier
-
-    def _capture(self, trace: StepTrace) -> None:
-        tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
-        parameters = dict(self.model.named_parameters())
-        trace.tensors |= state_by_key(model_tensors(self.model), parameters, tensors)
-        trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
+        else:
+            multiplier = float(job.schedule(progress)) if job.schedule is not None else 1.0
+            for group, rate in zip(rated(parts(self._optimizer).values()), self._rates, strict=True):
+                if OWN_RATE in group:
+                    continue
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * multiplier)
+                else:
+                    group["lr"] = rate * multiplier
+        seed_everything(random_key(job.seed, "optimizer", trace.step))
+        step_optimizer(self._optimizer)
 
     def loss_of_grains(self) -> tuple[float, float, str]:
         """Return the first step's loss of all grains together, the sum of their own losses, and why these differ."""
@@ -356,7 +331,7 @@ class Reference:
         start = {name: buffer.detach().clone() for name, buffer in self._changing()}
 
         def loss(microbatch: Microbatch) -> tuple[float, float]:
-            self._put_all_back(start)
+            self._restore(start)
             with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
                 total, weight = computer.loss(self._precision.inputs(copy_of(microbatch.batch)))
             return float(total.detach()), float(weight)
@@ -364,29 +339,32 @@ class Reference:
         with torch.enable_grad():  # the loss may differentiate
             itemsize = self._precision.parameters.itemsize
             together, apart, coupled = coupling(self.model, loss, whole, whole.split(), itemsize)
-        self._put_all_back(start)
+        self._restore(start)
         return together[0], math.fsum(total for total, _ in apart), coupled
 
-    def set_state(self, state: StepTrace) -> None:
-        """Load a trace's parameters and buffers into the model."""
+    def set_state(self, state: StepTrace, *, optimizer: bool = False) -> None:
+        """Load a trace's parameters and buffers into the model, and the state into the optimizer if requested."""
         kind = self._precision.parameters
-        held = {**state.phase("buffers"), **state.parameters}
-        load_model(self.model, {k: converted(v, kind) for k, v in held.items()})
+        values = {**state.phase("buffers"), **state.parameters}
+        load_model(self.model, {k: converted(v, kind) for k, v in values.items()})
+        if optimizer:
+            saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in state.optimizer_tensors.items()}
+            load_optimizer(self._optimizer, self.model, saved, state.optimizer)
 
     @contextlib.contextmanager
     def evaluated(self, state: StepTrace) -> Iterator[None]:
         """Give the model the weights to evaluate after a step that has left `state`."""
-        if not with_modes(self._optimizer):
-            self.set_state(state)
-            yield
-            return
-        self._load(state)
-        with evaluated_weights(self._optimizer):
+        modes = with_modes(self._optimizer)
+        self.set_state(state, optimizer=bool(modes))
+        with evaluated_weights(self._optimizer) if modes else contextlib.nullcontext():
             yield
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._forward.close()
+
+def _capture(trace: StepTrace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the state of model and optimizer into a trace, whose tensors move to the CPU."""
+    tensors, trace.optimizer = optimizer_state(optimizer, model)
+    trace.tensors |= state_by_key(model_tensors(model), dict(model.named_parameters()), tensors)
+    trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
 
 
 def _scaled(gradients: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -484,7 +462,7 @@ class SampledLayers:
 
     def rounding(self, precision: Precision) -> dict[str, float]:
         """Return by layer the largest relative distance of output and gradients from float64, one layer at a time."""
-        found = {}
+        distances = {}
         for name, layer in self._layers.items():
             call = self._calls.get(layer)
             if call is None or call.gradient is None:
@@ -495,8 +473,10 @@ class SampledLayers:
                 except (RuntimeError, TypeError, NotImplementedError):  # not in float64
                     continue
                 plain = _computed(layer, call, precision)
-            found[name] = max(_relative(a, b) for a, b in zip(plain, wide, strict=True))
-        return found
+            sizes = [float(true.norm()) for true in wide]
+            pairs = zip(plain, wide, sizes, strict=True)
+            distances[name] = max(float((a.double() - b).norm()) / size if size else 0.0 for a, b, size in pairs)
+        return distances
 
 
 def _computed(layer: nn.Module, call: _LayerCall, precision: Precision | None) -> list[Tensor]:
@@ -521,10 +501,4 @@ def _computed(layer: nn.Module, call: _LayerCall, precision: Precision | None) -
 
 
 def _first(output: Any) -> Tensor | None:
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return found[0] if found else None
-
-
-def _relative(value: Tensor, true: Tensor) -> float:
-    size = float(true.norm())
-    return float((value.double() - true).norm()) / size if size else 0.0
+    return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)

@@ -24,12 +24,11 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
-from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.evaluation import SAMPLED_CHUNK
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import FACTS, StepTrace, digest, read, write
-from shoal.training.setup.engine import Engine, Options, build
+from shoal.training.setup.engine import Options, build
 from shoal.training.update.optimizer_step import clipping
 
 if TYPE_CHECKING:
@@ -140,21 +139,24 @@ def trace_rank(
         _put_together(folder, step, plan.layout.data)
     if mesh.rank != 0:
         return
-    (folder / _OUTCOME).write_text(json.dumps(asdict(_traced(engine, outcome, samples, notes))), encoding="utf-8")
-
-
-def _traced(engine: Engine, outcome: Outcome, samples: int, notes: list[str]) -> Traced:
-    return Traced(
-        num_steps=outcome.state.step,
-        world_size=engine.plan.degrees.world_size,
-        metrics=outcome.metrics,
-        eval_samples=outcome.eval_samples,
-        most_eval_samples=samples,
-        computation=outcome.state.computation or {},
-        notes=notes,
-        shares_memory=engine.plan.shares_memory,
-        channels_last=engine.plan.execution.channels_last,
-        num_threads=torch.get_num_threads(),
+    (folder / _OUTCOME).write_text(
+        json.dumps(
+            asdict(
+                Traced(
+                    num_steps=outcome.state.step,
+                    world_size=engine.plan.degrees.world_size,
+                    metrics=outcome.metrics,
+                    eval_samples=outcome.eval_samples,
+                    most_eval_samples=samples,
+                    computation=outcome.state.computation or {},
+                    notes=notes,
+                    shares_memory=engine.plan.shares_memory,
+                    channels_last=engine.plan.execution.channels_last,
+                    num_threads=torch.get_num_threads(),
+                )
+            )
+        ),
+        encoding="utf-8",
     )
 
 
@@ -174,10 +176,10 @@ class _PartRecorder(TraceRecorder):
         self._folder = folder
 
     def pulled(self, version: int) -> None:
-        held = self._sharded_model.tensors()
+        tensors = self._sharded_model.tensors()
         parameters = {name for name, _ in self._sharded_model.model.named_parameters()}
-        kinds = {name: "update" if name in parameters else "buffers" for name in held}
-        text = json.dumps({f"{kinds[name]}/{name}": digest(t) for name, (_, t) in held.items()})
+        kinds = {name: "update" if name in parameters else "buffers" for name in tensors}
+        text = json.dumps({f"{kinds[name]}/{name}": digest(t) for name, (_, t) in tensors.items()})
         (self._folder / f"held-{version - 1}-{self._number}.json").write_text(text, encoding="utf-8")
 
     def part_begins(self, part: int) -> None:
@@ -219,20 +221,20 @@ class _ConductorRecorder(TraceRecorder):
 
 def _put_together(folder: Path, step: int, num_parts: int) -> None:
     """Write the trace of a step with `num_parts` ranks from the workers' parts and the servers' results."""
-    made = read(folder / _CONDUCTOR, step, 1)
+    served = read(folder / _CONDUCTOR, step, 1)
     for part in range(num_parts):
         if not (folder / _PARTS / f"step-{step}-{part}.json").exists():  # no grains, or before the first step
             write(folder / _PARTS, StepTrace(step), part)
     whole = read(folder / _PARTS, step, num_parts)
-    whole.tensors = made.tensors
+    whole.tensors = served.tensors
     for name in FACTS:
-        setattr(whole, name, getattr(made, name))
-    scale = 1.0 / (made.weight * made.factor) if made.weight else 1.0
+        setattr(whole, name, getattr(served, name))
+    scale = 1.0 / (served.weight * served.factor) if served.weight else 1.0
     for part in range(num_parts):
         whole.gradients[part] = {name: g * scale for name, g in whole.gradients.get(part, {}).items()}
-        held = folder / _PARTS / f"held-{step}-{part}.json"  # only of a worker that computed a part of the next step
-        pulled = json.loads(held.read_text(encoding="utf-8")) if held.exists() else {}
-        whole.digests[part] = {**made.digests[0], **pulled}
+        file = folder / _PARTS / f"held-{step}-{part}.json"  # if its worker computed a part of the next step
+        pulled = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        whole.digests[part] = {**served.digests[0], **pulled}
         whole.updates[part] = None
         # `whole` combines the parts of all ranks, but each rank's file is to have only its own parts.
         own = StepTrace(**{**vars(whole), "parts": [p for p in whole.parts if p.rank == part]})

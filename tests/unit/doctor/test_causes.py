@@ -185,7 +185,7 @@ def test_the_same_time_on_fewer_devices_is_worth_telling() -> None:
 
 
 def test_checkpoints_that_a_callback_asks_for_are_for_people_to_change() -> None:
-    (asked,) = causes(run(asked=Periodic(0.04, 1.0, 0.04)))
+    (asked,) = causes(run(requested=Periodic(0.04, 1.0, 0.04)))
     assert asked.cause == "checkpoints"
     assert not asked.remedies[0].can_be_tried
     assert "the job's callback" in asked.remedies[0].words

@@ -82,7 +82,7 @@ def test_checkpoints_have_three_causes(tmp_path: Path) -> None:
     run.log.ended("completed", run.step, run.now, {}, checkpoint_cpu=0.05)
     times = read(run)
     assert times is not None
-    events = (times.checkpoint, times.asked, times.best)
+    events = (times.checkpoint, times.requested, times.best)
     assert [round(event.each, 3) for event in events] == [0.4, 0.2, 0.3]
     assert times.writing == 0.05
 

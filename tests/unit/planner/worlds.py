@@ -118,7 +118,7 @@ def sharding(model: Transformer, case: Case, degree: int, replicas: int) -> Shar
         degree,
         replicas,
         case.microbatches,
-        kept=frozenset(kept),
+        resident=frozenset(kept),
         gather_itemsize=2 if case.bf16 else 4,
         reduce_every=case.reduce_every,
         root_early=sum(p.numel() for p in (*model.norm.parameters(), *model.head.parameters())),

@@ -96,8 +96,8 @@ def test_a_density_that_saves_nothing_is_noted(density: float, ranks: int, noted
 
 def test_the_processes_of_a_plan() -> None:
     plan = served(server={"num_servers": 2})
-    assert (plan.degrees.world_size, plan.num_processes, list(plan.worker_ranks)) == (4, 7, [3, 4, 5, 6])
-    assert (Plan().num_processes, list(Plan().worker_ranks)) == (1, [])
+    assert (plan.degrees.world_size, plan.num_processes) == (4, 7)
+    assert Plan().num_processes == 1
 
 
 def test_a_worker_that_runs_ahead_computes_whole_steps() -> None:

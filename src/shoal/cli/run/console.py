@@ -67,10 +67,11 @@ class Pace:
         elapsed = max(1e-9, time.monotonic() - self.began)
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
+        minutes, rest = divmod(round(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
-        text = (
-            f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {_clock(left)}"
-        )
+        text = f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {clock}"
         memory = record.ranks.get("memory_bytes")
         self.peak_bytes = max(self.peak_bytes, record.memory_bytes, int(memory.max) if memory is not None else 0)
         if self.peak_bytes:
@@ -155,12 +156,6 @@ def choose_reporter(rank: int, pace: Pace, *, shown_elsewhere: bool = False) -> 
         return Records(pace)
     plain = any(os.environ.get(name) for name in ("CI", "NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Plain(pace) if plain or not sys.stdout.isatty() else Live(pace)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def introduce(

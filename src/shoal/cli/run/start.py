@@ -229,13 +229,15 @@ def trained(
         if not lost_at:
             RunDirectory(request.where.out).end_resize()  # after a loss, a pending resize request stays
         recovery.events.fence = request.where.fence
+        plan = request.what.plan
         run = LocalRun(
             arguments,
-            request.what.plan.num_processes,
+            plan.num_processes,
             request.what.threads_per_process,
             request.where.out / "logs",
             request=dumped(request),
-            replaceable=request.what.plan.worker_ranks,
+            # The workers of servers come last, and may be replaced if they die.
+            replaceable=range(1 + plan.server.num_servers, plan.num_processes) if plan.serves else range(0),
             unsaved=recovery.unsaved_seconds,
             stream=stream,
             lock=lock.descriptor,

@@ -235,7 +235,7 @@ class Accounts:
             degree=layout.shard,
             replicas=layout.data,
             microbatches=microbatches,
-            kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+            resident=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
             gather_itemsize=ITEMSIZE[precision.parameters],
             reduce_itemsize=ITEMSIZE[precision.reduce],
             reduce_every=plan.shard.reduce == "every_microbatch",

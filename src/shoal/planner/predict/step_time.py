@@ -122,7 +122,7 @@ class States:
                 self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
             trained = self._owned[key]
         return {
-            "parameters": size.parameter_bytes / plan.num_copies_shared,
+            "parameters": size.parameter_bytes / _num_sharing(plan),
             "gathered": 0.0,
             "gradients": sums,
             "optimizer": self._per_element * trained,
@@ -135,7 +135,7 @@ class States:
         """
         per_element, shard, precision = self._per_element, plan.layout.shard, plan.precision
         if not plan.shards_model:
-            per_gradient, copies, owners = self._per_gradient(plan), plan.num_copies_shared, plan.num_owners
+            per_gradient, copies, owners = self._per_gradient(plan), _num_sharing(plan), plan.num_owners
             return [
                 s.parameter_bytes / copies + s.trainable * per_gradient + per_element * (s.trainable / owners)
                 for s in (rank.size for rank in ranks)
@@ -157,7 +157,7 @@ class States:
         shard, precision = plan.layout.shard, plan.precision
         if not plan.shards_model:
             state = self._per_element * size.trainable / plan.num_owners
-            parameters = size.parameter_bytes / plan.num_copies_shared
+            parameters = size.parameter_bytes / _num_sharing(plan)
             return parameters + state + size.trainable * self._per_gradient(plan), 0.0
         state = self._per_element * size.trainable / shard
         gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
@@ -654,3 +654,8 @@ class Predictor:
     def fragmentation(self, plan: Plan) -> float:
         """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
+
+
+def _num_sharing(plan: Plan) -> int:
+    """Return the number of ranks that share one copy of the parameters."""
+    return plan.num_owners if plan.shares_memory else 1

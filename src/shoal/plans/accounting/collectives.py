@@ -201,14 +201,14 @@ def rows(world_size: int) -> SizedCollective:
 
 
 def exact_data_parallel(
-    gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int
+    gradients: Gradients, grains_of_ranks: Sequence[Sequence[int]], num_grains: int, rank: int
 ) -> Iterator[SizedCollective]:
-    """Yield a step's collectives of exact mode on `rank`, where rank r computes the grains `held[r]`.
+    """Yield a step's collectives of exact mode on `rank`, where rank r computes the grains `grains_of_ranks[r]`.
 
     They are two all_reduces (a row of sums for each grain; flags and used parameters), an all_to_all of the ranks' tree
     nodes cut by rank, and an all_gather of the summed cuts. See collectives/fixed_tree.py.
     """
-    world_size = len(held)
+    world_size = len(grains_of_ranks)
     if world_size == 1:
         return
     yield SizedCollective(WORLD, "all_reduce", num_grains * (gradients.num_sums + 1) * _FLOAT64)
@@ -217,7 +217,7 @@ def exact_data_parallel(
     places = cuts(length, world_size)
     own = places[rank + 1] - places[rank]
     longest = max(b - a for a, b in pairwise(places))
-    nodes = [len(pieces(grains, num_grains)) for grains in held]
+    nodes = [len(pieces(grains, num_grains)) for grains in grains_of_ranks]
     yield SizedCollective(WORLD, "all_to_all", max(nodes[rank] * length, sum(nodes) * own) * itemsize)
     yield SizedCollective(WORLD, "all_gather", world_size * longest * itemsize)
 
@@ -256,7 +256,7 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCol
 class Sharding:
     """Division of a model's units (each one fully_shard call, the root last) over the shard axis.
 
-    Units in `kept` (all of them at level `gradients`) are gathered once per microbatch, others again for the backward.
+    `resident` units (all of them at level `gradients`) are gathered once per microbatch, others again for the backward.
     `root_early`: elements of the root with gradients before the other units' backward (a head, not an embedding).
     """
 
@@ -264,7 +264,7 @@ class Sharding:
     degree: int
     replicas: int = 1
     microbatches: int = 1
-    kept: frozenset[int] = frozenset()
+    resident: frozenset[int] = frozenset()
     gather_itemsize: int = 4  # bytes of the compute dtype
     reduce_itemsize: int = 4  # bytes of the reduce dtype
     reduce_every: bool = True  # scatter gradients after each microbatch, not only after the last
@@ -340,8 +340,8 @@ def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
         computed = sharding.microbatches * (sharding.uses[number] if sharding.uses else 1)
         reductions = (computed if sharding.reduce_every else 1) if any(p.trainable for p in unit) else 0
         if sharding.degree > 1:
-            gathered = (computed if sharding.resharded else 1) if number in sharding.kept else computed * 2
-            if sharding.halves and number not in sharding.kept:
+            gathered = (computed if sharding.resharded else 1) if number in sharding.resident else computed * 2
+            if sharding.halves and number not in sharding.resident:
                 gathered += computed
             yield sharding.gather(number)._replace(count=gathered)
             yield sharding.scatter(number)._replace(count=reductions)

@@ -108,21 +108,21 @@ def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
     return total
 
 
-def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
+def exact(gradients: Gradients, grains_of_ranks: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
     """Return the gradient bytes of exact mode at the start of the update.
 
     They are the tree's template vector, its other vectors and, for several ranks, the sum.
     """
-    own = held[rank]
+    own = grains_of_ranks[rank]
     tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
-    vectors = 1 + tree + (len(held) > 1 or not own)
+    vectors = 1 + tree + (len(grains_of_ranks) > 1 or not own)
     narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
     return vectors * gradients.numel * gradients.reduce_itemsize + narrow
 
 
-def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int) -> int:
+def shared_pieces(gradients: Gradients, grains_of_ranks: Sequence[Sequence[int]], num_grains: int) -> int:
     """Return the bytes of a rank's slot, without the sum, if exact mode sums through shared memory."""
-    most = max(len(pieces(grains, num_grains)) for grains in held)
+    most = max(len(pieces(grains, num_grains)) for grains in grains_of_ranks)
     return most * gradients.numel * gradients.reduce_itemsize
 
 
@@ -157,10 +157,12 @@ def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
     for unit in forward:
         yield stays + before + sizes[unit]  # its gather is issued
         yield stays + 2 * sizes[unit]  # it has arrived
-        stays += sizes[unit] if unit in sharding.kept or unit == root else 0
+        stays += sizes[unit] if unit in sharding.resident or unit == root else 0
         before = sizes[unit]
-    again = [unit for unit in reversed(range(root)) if unit not in sharding.kept]
-    if root not in sharding.kept:  # the root was released between forward and backward, and the last unit is prefetched
+    again = [unit for unit in reversed(range(root)) if unit not in sharding.resident]
+    if (
+        root not in sharding.resident
+    ):  # the root was released between forward and backward, and the last unit is prefetched
         yield 2 * sizes[root]
         yield stays + max((sizes[unit] for unit in again[:1]), default=0)
     for unit, following in zip(again, [*again[1:], None], strict=False):

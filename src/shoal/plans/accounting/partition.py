@@ -131,9 +131,9 @@ def halves(lo: int, hi: int) -> tuple[Range, Range]:
     return (lo, middle), (middle, hi)
 
 
-def pieces(held: Iterable[int], num_grains: int) -> list[Range]:
-    """Return the largest nodes of the tree over [0, num_grains) with only positions in `held`, in order."""
-    own = set(held)
+def pieces(positions: Iterable[int], num_grains: int) -> list[Range]:
+    """Return the largest nodes of the tree over [0, num_grains) with only these positions, in order."""
+    own = set(positions)
 
     def visit(lo: int, hi: int) -> list[Range]:
         if own.issuperset(range(lo, hi)):

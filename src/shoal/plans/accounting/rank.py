@@ -46,7 +46,7 @@ class Described:
     frozen: tuple[Array, ...] = ()  # parameters that are not trained
     state: StateShape | None = None
     num_grains: int = 1
-    held: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, which determine exact mode's traffic
+    grains_of_ranks: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, which determine exact mode's traffic
     activations: int | None = None  # peak bytes that autograd saves, if known
     sharding: Sharding | None = None  # if fully_shard cuts the model
     within: Sequence[SizedCollective] | None = None  # in passes, if a tensor axis divides the model
@@ -72,7 +72,7 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
         if plan.execution.exact and algorithm == "shared_memory":
             pass  # gradients are summed where they lie
         elif plan.execution.exact:
-            sent = exact_data_parallel(gradients, described.held, described.num_grains, rank)
+            sent = exact_data_parallel(gradients, described.grains_of_ranks, described.num_grains, rank)
         elif plan.collectives.compression != "none" and layout.world_size > 1:
             sent = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
         else:
@@ -108,11 +108,11 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
         updated = owned(gradients.parameters, layout.world_size)[rank]
         parameters = shared_part(parameters, layout.world_size, rank)
     if plan.execution.exact:
-        summed = exact(gradients, described.held, described.num_grains, rank)
+        summed = exact(gradients, described.grains_of_ranks, described.num_grains, rank)
         if plan.shares_memory:  # the sum shares the pieces' memory
             summed -= gradients.numel * gradients.reduce_itemsize
-        if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
-            summed += shared_pieces(gradients, described.held, described.num_grains)
+        if plan.collectives.all_reduce == "shared_memory" and len(described.grains_of_ranks) > 1:
+            summed += shared_pieces(gradients, described.grains_of_ranks, described.num_grains)
     elif plan.collectives.compression != "none" and layout.world_size > 1:
         summed = compression_buffers(gradients, plan)
     else:

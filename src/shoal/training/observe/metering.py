@@ -170,7 +170,7 @@ def describe(
         frozen=tuple(array(p) for _, p in sharded_model.parameters() if not p.requires_grad),
         state=optimizer_shape(optimizer),
         num_grains=shares.num_grains,
-        held=grains_of_ranks,
+        grains_of_ranks=grains_of_ranks,
         activations=planned_activations(plan, precision.device.type, rank),
         sharding=sharding(
             sharded_model, plan, precision, -(-max(map(len, grains_of_ranks)) // shares.grains_per_microbatch)
@@ -236,7 +236,7 @@ def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, coun
         degree=plan.layout.shard,
         replicas=plan.layout.data,
         microbatches=count,
-        kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+        resident=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
         gather_itemsize=precision.parameters.itemsize,
         reduce_itemsize=precision.reduce.itemsize,
         resharded=staged is None or plan.shard.level != "gradients",

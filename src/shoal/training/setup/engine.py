@@ -487,5 +487,5 @@ def _build_model(
     compare_models(mesh, model)
     unlike = unlike_ranks(mesh, model) if options.checks_seed else []
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    whole_model = ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks)
+    whole_model = ShardedModel(mesh, model, divides_state=plan.num_owners > 1, hooks=hooks)
     return _ModelOfRank(whole_model, notes=tuple(notes or unlike))
