@@ -169,7 +169,7 @@ class UpdateWays:
 
     def _refuse_changes(self) -> None:
         plan = self._base.plan
-        if self._all_trained() == self._first or not (plan.divides_state or plan.collectives.compression != "none"):
+        if self._all_trained() == self._first or not (plan.num_owners > 1 or plan.collectives.compression != "none"):
             return
         how = "shard" if plan.layout.shard > 1 else "collectives.compression"
         how = "memory.shared" if plan.shares_memory else how
@@ -212,7 +212,7 @@ class BatchPasses:
         self._base, self._prepared, self._clock = base, prepared, clock
         self._root = prepared.root()
         hooks = ParameterHooks(self._root)
-        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=base.plan.divides_state, hooks=hooks)
+        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=base.plan.num_owners > 1, hooks=hooks)
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer, clock.mark)
