@@ -28,7 +28,7 @@ from shoal.runs.records import StepRecord
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
-from shoal.training.update.fused_step import fused
+from shoal.training.update.optimizer_step import fused
 
 JOBS: dict[str, Callable[[], shoal.Job]] = {
     "mlp": lambda: small_jobs.mlp(batch=256, width=2048),

@@ -9,11 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import shoal.checkpoint.writer
-from shoal.checkpoint.keeper import Keeper
+import shoal.checkpoint.keeper
+from shoal.checkpoint.keeper import CheckpointWriter, Keeper, SnapshotMemory, interval_seconds
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Snapshot, Store
-from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory, interval_seconds
 from shoal.distributed.mesh import alone
 
 
@@ -82,7 +81,7 @@ def test_a_fault_of_our_own_is_not_hidden() -> None:
 
 def test_the_time_between_two_follows_what_one_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(shoal.checkpoint.writer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.checkpoint.keeper.time, "monotonic", lambda: now[0])
 
     class Slow(Store):
         def write(self, snapshot: Snapshot) -> None:

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.planner.profile.kernels import SAVED_VECTORS
 from shoal.planner.profile.trace import OperatorEvent, OperatorRecorder, OperatorTrace, StorageRef
 from shoal.planner.profile.values import ALIGNED, OperationKind
-from shoal.training.update.fused_step import fused
 from shoal.training.update.job_optimizer import Parameters
+from shoal.training.update.optimizer_step import fused
 
 
 @dataclass(frozen=True, slots=True)

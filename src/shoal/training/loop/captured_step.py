@@ -35,7 +35,7 @@ from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import FetchedStep, ForwardBackward, StepRunner, UnreadStep
-from shoal.training.update.fused_step import maskable
+from shoal.training.update.optimizer_step import maskable
 
 # Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.
 _WARM_UPS = 3

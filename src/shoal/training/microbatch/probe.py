@@ -38,7 +38,7 @@ class PolicyProbe:
         fetch_again: Callable[[int], FetchedStep],
     ) -> None:
         self._parts, self._loader, self._note, self._fetch_again = parts, loader, note, fetch_again
-        self._probed = False
+        self.is_done = False  # True once a first look was conclusive; a few later looks follow
         divided = parts.sharded_model.divided
         self._look = Look(parts.computer, (lambda value: any(parts.mesh.gather_json(value))) if divided else bool)
 
@@ -55,7 +55,7 @@ class PolicyProbe:
         Raises: on every rank, if any rank raised.
         Collective: all ranks.
         """
-        if not self._probed:
+        if not self.is_done:
             return self._probe(fetched)
         computer = self._parts.computer
         if fetched.step + 1 in LATER_STEPS or computer.has_evaluated:
@@ -81,7 +81,7 @@ class PolicyProbe:
             too_large, unclear = flags.max(axis=0) > 0
             agreed = self.agree_on(result.computation, None if too_large else fetched.step)
             # A non-finite batch is not conclusive: probe the next batch, too.
-            self._probed = not unclear and not self._without_rule(agreed)
+            self.is_done = not unclear and not self._without_rule(agreed)
             if agreed.effective_grains != before:
                 fetched = self._fetch_again(fetched.step)
             if not too_large:

@@ -34,6 +34,7 @@ from shoal.parallel.base import (
     microbatch_sums,
 )
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.microbatch.look import LATER_STEPS
 from shoal.training.microbatch.loss import LossComputer, no_gradient, refuse_past_the_model
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
 from shoal.training.microbatch.probe import PolicyProbe
@@ -353,7 +354,8 @@ class StepRunner:
         Raises: on every rank, if any rank failed.
         Collective: all ranks.
         """
-        fetched = self.probe.before_step(fetched)
+        if not self.probe.is_done or fetched.step + 1 in LATER_STEPS or self._parts.computer.has_evaluated:
+            fetched = self.probe.before_step(fetched)
         while True:
             # An error of this rank travels with the sums, so that ranks stay in step.
             done = self._passes(fetched, factor)

@@ -17,8 +17,7 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import random_key
-from shoal.training.update.fused_step import fused
-from shoal.training.update.optimizer_step import Stepper, may_draw
+from shoal.training.update.optimizer_step import Stepper, fused, may_draw
 
 # A group's tensor with more elements is compared by dtype and shape alone.
 _FEW = 16

@@ -19,10 +19,9 @@ from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.observer import Observer
-from shoal.training.update.fused_step import fused
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 from shoal.training.update.lr_schedule import Schedule
-from shoal.training.update.optimizer_step import Stepper, Update, Updater
+from shoal.training.update.optimizer_step import Stepper, Update, Updater, fused
 
 START = Progress(0, 10, 0)
 

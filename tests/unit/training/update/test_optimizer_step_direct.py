@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.distributed.process_setup import step_optimizer
-from shoal.training.update.fused_step import DirectStep, fused
+from shoal.training.update.optimizer_step import DirectStep, fused
 
 INPUTS = torch.linspace(-1, 1, 24).view(8, 3)
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
