@@ -208,6 +208,9 @@ def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tup
     return True
 
 
+# ----------------------------------------------------------------------------------------------------- direct steps
+
+
 # The steps as torch defines them. A class with a replaced `step` uses the replacement.
 _STEPS: dict[type[torch.optim.Optimizer], Any] = {
     kind: getattr(kind.step, "__wrapped__", kind.step) if getattr(kind.step, "hooked", False) else kind.step
@@ -215,9 +218,9 @@ _STEPS: dict[type[torch.optim.Optimizer], Any] = {
 }
 # Instance attributes that change what an optimizer's step does.
 _OWN = {"step", "grad_scale", "found_inf"}
-_DTYPES = (torch.float32, torch.float64)
+_DIRECT_DTYPES = (torch.float32, torch.float64)
 # For use with `map`, which avoids a Python loop over the parameters.
-_ONLY_TENSORS, _kind, _is_contiguous = {Tensor}, operator.attrgetter("layout", "dtype"), Tensor.is_contiguous
+_TENSOR, _kind, _is_contiguous = {Tensor}, operator.attrgetter("layout", "dtype"), Tensor.is_contiguous
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class DirectStep:
         for values in optimizer.param_groups:
             parameters, state = values["params"], optimizer.state
             kinds = {p.dtype for p in parameters}
-            fits = len(kinds) == 1 and kinds.issubset(_DTYPES) and all(p.is_cpu for p in parameters)
+            fits = len(kinds) == 1 and kinds.issubset(_DIRECT_DTYPES) and all(p.is_cpu for p in parameters)
             if not fits or not can_fuse(values, optimizer):
                 return
             keeps = bool(values["amsgrad" if self._is_adam else "momentum"])
@@ -278,77 +281,63 @@ class DirectStep:
             return False
         gradients = []
         for now, group in zip(groups, self._groups, strict=True):
-            own = _gradients(group) if now is group.values and _is_direct(group) else None
-            if own is None:
+            # The group still has its parameters, the default kernels and a learning rate that is a float.
+            values, parameters = group.values, group.parameters
+            if now is not values or values["params"] is not parameters or len(parameters) != group.count:
+                return False
+            chosen = values["foreach"] is not None or values["fused"] is not None or values["maximize"]
+            if chosen or values["differentiable"] or values.get("capturable") or type(values["lr"]) is not float:
+                return False
+            if bool(values["amsgrad" if self._is_adam else "momentum"]) is not group.keeps:
+                return False
+            if self._is_adam and Tensor in map(type, values["betas"]):
+                return False
+            own: list[Any] = [p.grad for p in parameters]
+            if set(map(type, own)) != _TENSOR or set(map(_kind, own)) != {(torch.strided, group.dtype)}:
+                return False
+            if not (all(map(_is_contiguous, own)) and all(map(_is_contiguous, parameters))):
                 return False
             gradients.append(own)
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             for group, own in zip(self._groups, gradients, strict=True):
-                (_adam if self._is_adam else _sgd)(group, own)
+                values, parameters, own_states = group.values, group.parameters, group.states
+                if self._is_adam:
+                    steps = [state["step"] for state in own_states]
+                    torch._foreach_add_(steps, 1)
+                    beta1, beta2 = values["betas"]
+                    (torch._fused_adamw_ if values["decoupled_weight_decay"] else torch._fused_adam_)(
+                        parameters,
+                        own,
+                        [state["exp_avg"] for state in own_states],
+                        [state["exp_avg_sq"] for state in own_states],
+                        [state["max_exp_avg_sq"] for state in own_states] if group.keeps else [],
+                        steps,
+                        amsgrad=group.keeps,
+                        lr=values["lr"],
+                        beta1=beta1,
+                        beta2=beta2,
+                        weight_decay=values["weight_decay"],
+                        eps=values["eps"],
+                        maximize=False,
+                    )
+                else:
+                    torch._fused_sgd_(
+                        parameters,
+                        own,
+                        [state["momentum_buffer"] for state in own_states] if group.keeps else [],
+                        weight_decay=values["weight_decay"],
+                        momentum=values["momentum"],
+                        lr=values["lr"],
+                        dampening=values["dampening"],
+                        nesterov=values["nesterov"],
+                        maximize=False,
+                        is_first_step=False,
+                    )
         finally:
             torch._C._set_grad_enabled(enabled)
         return True
-
-
-def _adam(group: _KernelGroup, gradients: list[Tensor]) -> None:
-    values, states = group.values, group.states
-    steps = [own["step"] for own in states]
-    torch._foreach_add_(steps, 1)
-    beta1, beta2 = values["betas"]
-    (torch._fused_adamw_ if values["decoupled_weight_decay"] else torch._fused_adam_)(
-        group.parameters,
-        gradients,
-        [own["exp_avg"] for own in states],
-        [own["exp_avg_sq"] for own in states],
-        [own["max_exp_avg_sq"] for own in states] if group.keeps else [],
-        steps,
-        amsgrad=group.keeps,
-        lr=values["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=values["weight_decay"],
-        eps=values["eps"],
-        maximize=False,
-    )
-
-
-def _sgd(group: _KernelGroup, gradients: list[Tensor]) -> None:
-    values = group.values
-    torch._fused_sgd_(
-        group.parameters,
-        gradients,
-        [own["momentum_buffer"] for own in group.states] if group.keeps else [],
-        weight_decay=values["weight_decay"],
-        momentum=values["momentum"],
-        lr=values["lr"],
-        dampening=values["dampening"],
-        nesterov=values["nesterov"],
-        maximize=False,
-        is_first_step=False,
-    )
-
-
-def _is_direct(group: _KernelGroup) -> bool:
-    """Check whether a group still has its parameters, the default kernels and a learning rate that is a float."""
-    values = group.values
-    if values["params"] is not group.parameters or len(group.parameters) != group.count:
-        return False
-    chosen = values["foreach"] is not None or values["fused"] is not None or values["maximize"]
-    if chosen or values["differentiable"] or values.get("capturable") or type(values["lr"]) is not float:
-        return False
-    if "momentum" in values:
-        return bool(values["momentum"]) is group.keeps
-    return bool(values["amsgrad"]) is group.keeps and Tensor not in map(type, values["betas"])
-
-
-def _gradients(group: _KernelGroup) -> list[Tensor] | None:
-    """Return the gradients of a group, or None if a parameter lacks a gradient that the kernel accepts."""
-    gradients: list[Any] = [p.grad for p in group.parameters]
-    if set(map(type, gradients)) != _ONLY_TENSORS or set(map(_kind, gradients)) != {(torch.strided, group.dtype)}:
-        return None
-    return gradients if all(map(_is_contiguous, gradients)) and all(map(_is_contiguous, group.parameters)) else None
 
 
 # Give up on direct steps after this many recordings in a row that no direct step could use.
