@@ -460,10 +460,8 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
 
     `known`: tensors that the document already has.
     """
-    if not _own_state_dict(part):
-        return {}
     places, documents = {_place(t) for t in known}, {}
-    for key, value in _state_dict(part).items():
+    for key, value in (_own_state_dict(part) or {}).items():
         if key in ("state", "param_groups") or key in _attributes(part) or _has(value, places):
             continue
         encoder = _Encoder(names, set())
@@ -475,22 +473,22 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
 
 def load_extras(part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read) -> None:
     """Pass `extras` to the optimizer's own `load_state_dict`. Raises: UserCodeError if that raises."""
-    if saved and _own_state_dict(part):
+    own = _own_state_dict(part) if saved else None
+    if own is not None:
         values = {key: restored(document, None, parameters, read) for key, document in saved.items()}
         try:
-            part.load_state_dict({**_state_dict(part), **values})
+            part.load_state_dict({**own, **values})
         except Exception as error:
             raise user_error(f"load_state_dict of optimizer {type(part).__name__}", error) from error
 
 
-def _own_state_dict(part: Any) -> bool:
+def _own_state_dict(part: Any) -> Mapping[Any, Any] | None:
+    """Return the state dict of an optimizer whose class saves and loads its own, else None. Raises: UserCodeError."""
     kind = type(part)
-    return isinstance(part, Optimizer) and not (
-        kind.state_dict is Optimizer.state_dict or kind.load_state_dict is Optimizer.load_state_dict
-    )
-
-
-def _state_dict(part: Any) -> Mapping[Any, Any]:
+    if not isinstance(part, Optimizer) or Optimizer.state_dict is kind.state_dict:
+        return None
+    if kind.load_state_dict is Optimizer.load_state_dict:
+        return None
     try:
         document = part.state_dict()
     except Exception as error:

@@ -57,7 +57,9 @@ def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             conflict="each output has its own target: other shapes would be broadcast against each other",
             remedy="give both one shape: targets.view_as(outputs), say, or outputs.squeeze(-1)",
         )
-    return F.mse_loss(outputs, targets, reduction="sum"), _count(targets.numel(), outputs.device)
+    # A count is filled on the device, because a copy from the host would wait for queued work.
+    count = torch.full((), targets.numel(), device=outputs.device)
+    return F.mse_loss(outputs, targets, reduction="sum"), count
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -75,12 +77,7 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     if logits.ndim < 2 or logits.shape[:1] + logits.shape[2:] != targets.shape:
         raise _no_pair(f"logits {_shape(logits)} and targets {_shape(targets)}")
     correct = (logits.argmax(dim=1) == targets).sum()
-    return correct, _count(targets.numel(), correct.device)
-
-
-def _count(number: int, device: torch.device) -> Tensor:
-    """Return a count on a device. It is filled there, because a copy from the host would wait for queued work."""
-    return torch.full((), number, device=device)
+    return correct, torch.full((), targets.numel(), device=correct.device)
 
 
 def _no_tensors(name: str, first: Any, second: Any) -> LossError:
