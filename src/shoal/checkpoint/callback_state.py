@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.pieces import fill
 from shoal.checkpoint.state import TENSOR, decode, encode, raw
-from shoal.checkpoint.store import SavedCheckpoint
+from shoal.checkpoint.store import SavedCheckpoint, TensorEntry
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 from shoal.parallel.model.tensor_slice import TensorSlice
 
@@ -84,7 +84,7 @@ def restore(saved: SavedCheckpoint, callbacks: CheckpointedCallbacks, model: Sha
 
     Raises: ManifestError.
     """
-    known: Mapping[str, Mapping[str, Any]] = saved.document["tensors"]
+    known: Mapping[str, Mapping[str, TensorEntry]] = saved.document["tensors"]
     targets = _room(known.get(GROUP, {}), {})
     fill(saved, GROUP, targets)
     states = {
@@ -101,7 +101,7 @@ def restore(saved: SavedCheckpoint, callbacks: CheckpointedCallbacks, model: Sha
     return callbacks.restore(states, tensors)
 
 
-def _room(known: Mapping[str, Any], parts: Mapping[str, TensorSlice], *, only: bool = False) -> TensorSlices:
+def _room(known: Mapping[str, TensorEntry], parts: Mapping[str, TensorSlice], *, only: bool = False) -> TensorSlices:
     """Allocate memory for tensors of a checkpoint, whole or cut as in `parts`. `only`: skip tensors without a part."""
     room: TensorSlices = {}
     for path, entry in known.items():

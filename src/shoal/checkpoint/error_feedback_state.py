@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.pieces import fill
-from shoal.checkpoint.store import SavedCheckpoint
+from shoal.checkpoint.store import SavedCheckpoint, TensorEntry
 from shoal.distributed.collectives.compression.compressed_sum import Compression
 from shoal.distributed.mesh import Mesh
 from shoal.parallel.model.sharded_model import TensorSlices
@@ -52,7 +52,7 @@ class CompressedState:
         Raises: ManifestError if tensors are missing.
         """
         compression, document = self.compression, saved.document.get(GROUP)
-        known: Mapping[str, Any] = saved.document["tensors"].get(GROUP, {})
+        known: Mapping[str, TensorEntry] = saved.document["tensors"].get(GROUP, {})
         same = document is not None and document["scheme"] == compression.scheme
         compression.reset(document["fell_back"] if document is not None and same else None)
         if document is None:

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 from shoal.checkpoint.state import refuse_differences
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, TensorEntry
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
 from shoal.parallel.model.tensor_slice import TensorSlice
 
-# Group ("model", "optimizer") -> path -> dtype, shape of the whole tensor, and the index ranges in each file.
-Index = dict[str, dict[str, dict[str, Any]]]
+Index = dict[str, dict[str, TensorEntry]]  # group ("model", "optimizer") -> path -> entry
 
 # Largest size of a file with several tensors. A file is read as a whole, so ranks need this much memory to load.
 FILE_BYTES = 32 << 20

@@ -9,7 +9,7 @@ import os
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -45,6 +45,14 @@ class NewestMark:
         document = read_json(self.path) if self.path is not None else None
         step = document.get("step") if document is not None else None
         return step if isinstance(step, int) else None
+
+
+class TensorEntry(TypedDict):
+    """A tensor in a checkpoint's document: dtype, shape of the whole tensor, and its index ranges in each file."""
+
+    dtype: str
+    shape: list[int]
+    files: dict[str, Any]
 
 
 BEST_NAME = "best"

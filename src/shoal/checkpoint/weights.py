@@ -21,7 +21,16 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
-from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, directory_name, name_of, open_folder
+from shoal.checkpoint.store import (
+    STATE_NAME,
+    SavedCheckpoint,
+    Step,
+    Store,
+    TensorEntry,
+    directory_name,
+    name_of,
+    open_folder,
+)
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
@@ -44,8 +53,8 @@ class CheckpointWeights(StoredWeights):
         """Open the weights. Raises: RunDirectoryError if `ema` is set and the run has no averages."""
         self._saved, self.step = saved, saved.step
         self.document: Mapping[str, Any] = saved.document
-        tensors: dict[str, dict[str, Any]] = saved.document["tensors"]
-        self._entries: dict[str, dict[str, Any]] = {**tensors["model"], **tensors.get(EVALUATED, {})}
+        tensors: dict[str, dict[str, TensorEntry]] = saved.document["tensors"]
+        self._entries: dict[str, TensorEntry] = {**tensors["model"], **tensors.get(EVALUATED, {})}
         if ema:
             self._entries |= averages(saved)
         # Checkpoints of earlier versions have no keys: each tensor has the first of its names.
@@ -80,7 +89,7 @@ class CheckpointWeights(StoredWeights):
             raise damaged(self._saved.folder, error) from error
         return whole
 
-    def _entry(self, key: str) -> dict[str, Any]:
+    def _entry(self, key: str) -> TensorEntry:
         return self._entries[self.names.get(key, key)]
 
 
@@ -187,9 +196,9 @@ def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredW
     return state_dict_of(path)
 
 
-def averages(saved: SavedCheckpoint) -> dict[str, dict[str, Any]]:
+def averages(saved: SavedCheckpoint) -> dict[str, TensorEntry]:
     """Return the entries of a checkpoint's averaged weights. Raises: RunDirectoryError if there are none."""
-    entries: dict[str, dict[str, Any]] | None = saved.document["tensors"].get(AVERAGES)
+    entries: dict[str, TensorEntry] | None = saved.document["tensors"].get(AVERAGES)
     if entries is None:
         raise _no_average(saved.folder)
     return entries
