@@ -15,6 +15,9 @@ import pytest
 from tests import forks
 from tests.sharing import Shared
 
+# Folders of tests that fork ranks from the process of pytest itself.
+FORKING = ("bugs", "conformance", "ranks")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """GPUs are seen where tests/gpu alone is run: all other tests mean processes on cores, of which one has many."""
@@ -33,7 +36,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Ranks that a test forks from this process have what they import lazily: by itself each would take a second for it.
     """
-    if any(item.get_closest_marker("ranks") for item in session.items):
+    here = Path(__file__).parent
+    if any(item.path.is_relative_to(here / name) for item in session.items for name in FORKING):
         forks.load()
     gc.collect()
     gc.freeze()

@@ -376,6 +376,8 @@ def _main() -> NoReturn:
     requests = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # which has `tests`
     load()
+    inherited = {os.path.abspath(folder) for folder in os.environ.get(_PATH, "").split(os.pathsep) if folder}
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) not in inherited]  # a child has its own
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's operators: 40 ms where a child ends
     _usual_threads()
     gc.collect()

@@ -12,6 +12,7 @@ from tests.forks import run
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.slow,  # half a minute; tests/ranks/test_models.py verifies models of transformers in every run
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         find_spec("transformers") is None, reason="transformers is not installed: pip install 'shoal[hf]'"
