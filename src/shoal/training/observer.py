@@ -20,17 +20,17 @@ class Observer:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether the hooks may do anything."""
+        """True if the hooks may do anything."""
         return type(self) is not Observer
 
     @property
     def looks(self) -> bool:
-        """Whether each coming step must be read before the next step is queued. Identical on all ranks."""
+        """True if each coming step must be read before the next step is queued. Identical on all ranks."""
         return self.has_hooks
 
     @property
     def always_looks(self) -> bool:
-        """Whether the observer looks at every coming step, not only at the next few."""
+        """True if the observer looks at every coming step, not only at the next few."""
         return self.looks
 
     def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:

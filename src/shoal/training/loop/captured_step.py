@@ -99,7 +99,7 @@ class StepGraph:
         return numbers, masks_next, QueuedSums(sums, failures, None)
 
     def fits(self) -> bool:
-        """Check whether parameters, buffers and optimizer state are still at the captured addresses."""
+        """Return True if parameters, buffers and optimizer state are still at the captured addresses."""
         return addresses(lasting_tensors(self._parts)) == self._addresses
 
     def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
@@ -373,7 +373,7 @@ class CaptureRules(TorchDispatchMode):
         return result
 
     def _is_repeated(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Check whether a random operation draws nothing, or draws from a generator seeded before each replay."""
+        """Return True if a random operation draws nothing, or draws from a generator seeded before each replay."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("dropout_p") == 0.0 or self._draws.drawing is not None:
             return True
@@ -411,30 +411,19 @@ class CudaRecorder(Recorder):
         graph = torch.cuda.CUDAGraph()
         for generator in draws.all_generators:
             graph.register_generator_state(generator)
-        # thread_local: other threads copy samples and checkpoints during the capture.
-        with (
-            _generator_restored(self._device),
-            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            outputs = body()
+        # torch registers the device's global generator with every capture, and releases it only after a successful one.
+        own = torch.cuda.default_generators[self._device.index or 0]
+        state = own.get_state()
+        try:
+            # thread_local: other threads copy samples and checkpoints during the capture.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = body()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                own.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
+                own.set_state(state)
+            raise
         return Recording(graph.replay, outputs)
-
-
-@contextlib.contextmanager
-def _generator_restored(device: torch.device) -> Iterator[None]:
-    """Release the device's global generator from the capture if the body of the context raises.
-
-    torch registers this generator with every capture, and releases it only after a successful capture.
-    """
-    own = torch.cuda.default_generators[device.index or 0]
-    state = own.get_state()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Exception):
-            own.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-            own.set_state(state)
-        raise
 
 
 # Recorder by type of device, for devices with graphs.

@@ -98,7 +98,7 @@ def _watching(model: nn.Module) -> Iterator[_Calls]:
 
 
 def _differ(whole: list[_LeafRows], parts: list[list[_LeafRows]], rounding: float) -> bool:
-    """Check whether a batch's rows differ from the rows of its grains. Tensors without a row per sample are ignored."""
+    """Return True if a batch's rows differ from its grains' rows. Tensors without a row per sample are ignored."""
     if any(len(part) != len(whole) for part in parts):
         return True
     for place, rows in enumerate(whole):
@@ -133,12 +133,33 @@ def compare(
         apart.append(calls)
     if digest_of_samples(whole.read(whole.grains, whole.ids).batch) != digest_of_samples(whole.batch):
         return fused, sums, REREAD
-    no_sum = _no_sum(fused, sums)
-    if no_sum:
-        return fused, sums, no_sum
+    # Why the pair of the loss is not a sum, if its numbers show it.
+    weights = [weight for _, weight in sums]
+    if fused[1] != math.fsum(weights):
+        same = " as of each of them" if set(weights) == {fused[1]} else ""
+        return fused, sums, f"the weight of several grains is {fused[1]:.6g}{same}, and not the sum of theirs"
+    mean = math.fsum(t * w for t, w in sums) / fused[1] if fused[1] else math.nan
+    if len(sums) > 1 and fused[0] and math.isclose(fused[0], mean, rel_tol=_ROUNDING[4] ** 2):
+        return fused, sums, "the total of several grains is the mean of theirs, and not the sum"
+    padded = _padded(loss, whole, parts, fused)
+    if padded:
+        return fused, sums, padded
     rounding = _ROUNDING[itemsize]
-    same_batch = not _differ(_rows(whole.batch), [_rows(part.batch) for part in parts], rounding)
-    return fused, sums, _padded(loss, whole, parts, fused) or _mixed(together, apart, rounding, same_batch=same_batch)
+    for key, call in together.items():
+        others = [calls[key] for calls in apart if key in calls]
+        if len(others) < len(apart):
+            continue
+        if _differ(call.given, [other.given for other in others], rounding):
+            if not call.name and _differ(_rows(whole.batch), [_rows(part.batch) for part in parts], rounding):
+                reason = "what collate makes of a sample depends on the others of its batch, and the loss on that"
+                return fused, sums, reason
+            if not call.name:
+                return fused, sums, _IN_THE_LOSS
+            continue
+        if _differ(call.gave, [other.gave for other in others], rounding):
+            where = f"module {call.name!r} ({call.kind})" if call.name else f"the forward of {call.kind} itself"
+            return fused, sums, f"{MIXES}, in {where}"
+    return fused, sums, _IN_THE_LOSS
 
 
 def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Microbatch], fused: Sums) -> str:
@@ -188,35 +209,6 @@ def _longest(whole: Microbatch, parts: Sequence[Microbatch]) -> str | None:
                 f"length {max(lengths)}; in grain {short.grains[0].index} the tensor has length {min(lengths)}"
             )
     return None
-
-
-def _no_sum(fused: Sums, parts: list[Sums]) -> str:
-    """Describe why the pair of a loss is not a sum. Return an empty string if the reason is unknown."""
-    weights = [weight for _, weight in parts]
-    if fused[1] != math.fsum(weights):
-        same = " as of each of them" if set(weights) == {fused[1]} else ""
-        return f"the weight of several grains is {fused[1]:.6g}{same}, and not the sum of theirs"
-    mean = math.fsum(t * w for t, w in parts) / fused[1] if fused[1] else math.nan
-    if len(parts) > 1 and fused[0] and math.isclose(fused[0], mean, rel_tol=_ROUNDING[4] ** 2):
-        return "the total of several grains is the mean of theirs, and not the sum"
-    return ""
-
-
-def _mixed(together: _Calls, apart: list[_Calls], rounding: float, *, same_batch: bool) -> str:
-    for key, call in together.items():
-        others = [calls[key] for calls in apart if key in calls]
-        if len(others) < len(apart):
-            continue
-        if _differ(call.given, [other.given for other in others], rounding):
-            if not call.name and same_batch:
-                return _IN_THE_LOSS
-            if not call.name:
-                return "what collate makes of a sample depends on the others of its batch, and the loss on that"
-            continue
-        if _differ(call.gave, [other.gave for other in others], rounding):
-            where = f"module {call.name!r} ({call.kind})" if call.name else f"the forward of {call.kind} itself"
-            return f"{MIXES}, in {where}"
-    return _IN_THE_LOSS
 
 
 def by_grain(coupled: str, grains: int, grain_size: int) -> str:

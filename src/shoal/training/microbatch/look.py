@@ -373,7 +373,10 @@ class Look:
         Raises: JobError for state that changes a loss, or for a trainable parameter that the forward writes.
         """
         computer, precision = self._computer, self._computer.precision
-        one, other = _two_grains(grains)
+        # The first grain, and another grain of equal size, or the first grain with its samples in another order.
+        one, *rest = grains.split()
+        same_size = next((part for part in rest if part.num_samples == one.num_samples), None)
+        other = same_size or replace(one, batch=turned(one.batch))
         no_trace.restore()
 
         def run(part: Microbatch) -> Any:
@@ -635,7 +638,7 @@ def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
 
 
 def differ(result: Any, first: Any, noise: float = 0.0) -> bool:
-    """Check whether two results differ by more than `noise`. NaN equals NaN."""
+    """Return True if two results differ by more than `noise`. NaN equals NaN."""
     pairs = zip(result, first, strict=True)
     return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
 
@@ -683,18 +686,10 @@ def _shifted(buffer: Tensor) -> Tensor:
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:
-    """Check whether a buffer consists of whole numbers that have grown."""
+    """Return True if a buffer consists of whole numbers that have grown."""
     if before.shape != after.shape or before.is_complex() or after.dtype == torch.bool:
         return False
     return bool((after >= before).all() and (after > before).any() and (after == after.round()).all())
-
-
-def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
-    """Return the first grain and another grain of equal size, or the first grain with its samples in another order."""
-    split = microbatch.split()
-    one = split[0]
-    other = next((part for part in split[1:] if part.num_samples == one.num_samples), None)
-    return one, other or replace(one, batch=turned(one.batch))
 
 
 def turned(batch: Any) -> Any:
@@ -708,7 +703,7 @@ def turned(batch: Any) -> Any:
 
 
 def _allows(allowed: Sequence[str], name: str) -> bool:
-    """Check whether any pattern matches the name. `*` matches one part of a dotted name."""
+    """Return True if any pattern matches the name. `*` matches one part of a dotted name."""
     parts = name.split(".")
     return any(
         len(parts) == len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True))
@@ -717,7 +712,7 @@ def _allows(allowed: Sequence[str], name: str) -> bool:
 
 
 def _is_sum(fused: Sums, parts: list[Sums]) -> bool | None:
-    """Check whether the fused total is the parts' sum within rounding, and the weight exactly. None if not finite."""
+    """Return True if the fused total is the parts' sum within rounding, and the weight exactly. None if not finite."""
     totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
     if fused[1] != sum(w for _, w in parts):
         return False

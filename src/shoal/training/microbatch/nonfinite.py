@@ -43,7 +43,7 @@ class NonFiniteStep:
 
     @property
     def ends(self) -> bool:
-        """Whether the run ends at this step."""
+        """True if the run ends at this step."""
         return self.policy == "stop" or self.streak > _MAX_STREAK
 
     @property

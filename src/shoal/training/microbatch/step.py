@@ -61,7 +61,7 @@ class StepParts:
 
     @functools.cached_property
     def observer_looks(self) -> bool:
-        """Whether the hooks of the observer may do anything."""
+        """True if the hooks of the observer may do anything."""
         return self.observer.has_hooks
 
 

@@ -28,7 +28,7 @@ from shoal.plans.accounting.memory import Footprint, StateShape, state_shape
 from shoal.plans.accounting.model_parallel import Partial
 from shoal.plans.accounting.rank import Described, memory, traffic
 from shoal.plans.grains import Grain, microbatches, share
-from shoal.plans.plan import Layout, Plan
+from shoal.plans.plan import Plan
 from shoal.training.observer import Observer
 
 # The second step counts: the first step still creates caches and lazy states. Later steps send the same, and run
@@ -135,27 +135,33 @@ class Shares:
     grains_per_microbatch: int = 1
     num_buffer_values: int = 0
 
-    def grains_of_ranks(self, layout: Layout) -> list[list[int]]:
-        """Return the indices of each rank's grains."""
-        places = [layout.coordinate(rank) for rank in range(layout.world_size)]
-        parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
-        return [[grain.index for grain in part] for part in parts]
-
-    def samples(self, layout: Layout, rank: int, syncs_every_microbatch: bool) -> list[int]:
-        """Return the number of samples of a rank's microbatches, with fillers if ranks sync in every microbatch."""
-        parts = [share(list(self.grains), part, layout.divides_grains) for part in range(layout.divides_grains)]
-        sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
-        place = layout.coordinate(rank)
-        own = sizes[place.data * layout.shard + place.shard]
-        filler = next(own_sizes[0] for own_sizes in sizes if own_sizes)
-        return own + [filler] * ((max(map(len, sizes)) - len(own)) if syncs_every_microbatch else 0)
-
 
 def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
     """Describe this rank's measured step for the formulas."""
-    grains_of_ranks = shares.grains_of_ranks(plan.degrees)
+    layout, division, rank, grains = plan.degrees, sharded_model.division, sharded_model.mesh.rank, list(shares.grains)
+    parts = [share(grains, part, layout.divides_grains) for part in range(layout.divides_grains)]
+    places = [layout.coordinate(other) for other in range(layout.world_size)]
+    part_of_rank = [place.data * layout.shard + place.shard for place in places]
+    grains_of_ranks = [[grain.index for grain in parts[part]] for part in part_of_rank]
+    # Samples of this rank's microbatches, with fillers if ranks synchronize in every microbatch.
+    sizes = [[sum(g.size for g in run) for run in microbatches(p, shares.grains_per_microbatch)] for p in parts]
+    filler = next(of_part[0] for of_part in sizes if of_part)
+    own = sizes[part_of_rank[rank]]
+    samples = (*own, *[filler] * ((max(map(len, sizes)) - len(own)) if plan.shards_model else 0))
+    # Gradients that are summed after the backward, by axis.
+    by_axis: dict[str, list[nn.Parameter]] = {}
+    for name, axes in division.partial.items():
+        parameter = sharded_model.model.get_parameter(name)
+        for axis in axes if parameter.requires_grad else ():
+            by_axis.setdefault(axis, []).append(parameter)
+    partials = []
+    for axis, summed in sorted(by_axis.items()):
+        on_rank = [p for p in summed if axis == "pipeline" or not p.is_meta]
+        shapes = [division.cut(tuple(p.shape)) if p.is_meta else tuple(local(p).shape) for p in on_rank]
+        of_axis = tuple((prod(shape), p.itemsize) for shape, p in zip(shapes, on_rank, strict=True))
+        partials.append(Partial(axis, len(summed), of_axis))
     gradients = Gradients(
         tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
         reduce_itemsize=precision.reduce.itemsize,
@@ -163,8 +169,6 @@ def describe(
         buffer_numel=shares.num_buffer_values,
     )
     here = {name.rpartition(".")[0] for name, _ in sharded_model.parameters()}  # modules that this rank computes
-    layout, division, rank = plan.degrees, sharded_model.division, sharded_model.mesh.rank
-    samples = tuple(shares.samples(layout, rank, plan.shards_model))
     return Described(
         gradients,
         frozen=tuple(array(p) for _, p in sharded_model.parameters() if not p.requires_grad),
@@ -179,7 +183,7 @@ def describe(
         staged=division.staged,
         sliced=tuple(b for b in division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here)),
         samples=samples,
-        partial=partial(sharded_model),
+        partial=tuple(partials),
         num_cut=sum(p.requires_grad and p.ndim > 0 for p in sharded_model.model.parameters()),
     )
 
@@ -196,22 +200,6 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
     if kind != kind_of(device):
         return None
     return int(by_rank[plan.degrees.coordinate(rank).pipeline])
-
-
-def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:
-    """Return the gradients that are summed after the backward, by axis."""
-    by_axis: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, axes in sharded_model.division.partial.items():
-        parameter = sharded_model.model.get_parameter(name)
-        for axis in axes if parameter.requires_grad else ():
-            by_axis.setdefault(axis, []).append((name, parameter))
-    partials = []
-    for axis, named in sorted(by_axis.items()):
-        here = [p for _, p in named if axis == "pipeline" or not p.is_meta]
-        shapes = [sharded_model.division.cut(tuple(p.shape)) if p.is_meta else tuple(local(p).shape) for p in here]
-        sizes = tuple((prod(shape), p.itemsize) for shape, p in zip(shapes, here, strict=True))
-        partials.append(Partial(axis, len(named), sizes))
-    return tuple(partials)
 
 
 def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, count: int) -> Sharding | None:
@@ -395,19 +383,6 @@ class GatheredBytes:
         self.peak = max(self.peak, storage_bytes([*self.parameters(), *buffers, *arriving]))
 
 
-def _call_after(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Call `then` after each call of an object's method. Return a function that ends this."""
-    method = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        then()
-        return result
-
-    setattr(owner, name, call)
-    return functools.partial(delattr, owner, name)
-
-
 # Axes with collectives of activations, not of parameters.
 _OF_ACTIVATIONS = ("tensor", "context", "pipeline")
 
@@ -438,13 +413,16 @@ class MemoryMeter:
         self._saved.exclude(self._parameters())
         self._saved.exclude(self._gathered.parameters())
         for group in self._gathered.groups:  # no module hook: pipeline stages gather within a module
-            self._ends.append(_call_after(group, "wait_for_unshard", self._unsharded))
+            group.wait_for_unshard = functools.partial(self._unshard, group.wait_for_unshard)
+            self._ends.append(functools.partial(delattr, group, "wait_for_unshard"))
         self._saved.start()
 
-    def _unsharded(self) -> None:
-        """Record a gathered unit. Its tensors do not count as activations if autograd saves them."""
+    def _unshard(self, unshard: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gather a unit and record it. Its tensors do not count as activations if autograd saves them."""
+        result = unshard(*args, **kwargs)
         self._saved.exclude(self._gathered.parameters())
         self._gathered.look()
+        return result
 
     def collective(self, kind: str, group: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """Record the gathered parameters or gradients of a collective, as a listener of Traffic."""

@@ -45,7 +45,7 @@ class Retreat:
 
     @property
     def ahead(self) -> bool:
-        """Whether workers run ahead of each other."""
+        """True if workers run ahead of each other."""
         return self._mode != "synchronous" and self._guard.fell_back is None
 
     @property
@@ -57,7 +57,7 @@ class Retreat:
 
     @property
     def due(self) -> bool:
-        """Whether the run has to fall back now."""
+        """True if the run has to fall back now."""
         return self.ahead and self._guard.lost
 
     def begin(self) -> None:

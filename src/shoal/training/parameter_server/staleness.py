@@ -102,7 +102,7 @@ class LossGuard:
 
     @property
     def lost(self) -> bool:
-        """Whether all progress is lost: the loss is back where it began, by more than batch noise explains."""
+        """True if all progress is lost: the loss is back where it began, by more than batch noise explains."""
         if self.lowest is None or self.now < self.beginning or self.now <= self.lowest[0]:
             return False
         lowest, spread, at = self.lowest
@@ -112,5 +112,5 @@ class LossGuard:
 
     @property
     def learnt(self) -> bool:
-        """Whether the loss is below its beginning; True if that is not certain yet."""
+        """True if the loss is below its beginning; True if that is not certain yet."""
         return self.counted < 2 * BEGINNING or self.lately < self.beginning

@@ -98,7 +98,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether the source of step() rejects a closure of None, by an assertion or an error."""
+    """Return True if the source of step() rejects a closure of None, by an assertion or an error."""
     try:
         step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
     except (OSError, TypeError, SyntaxError):

@@ -72,7 +72,7 @@ def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) ->
 def _fuses(
     group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...], stack: contextlib.ExitStack
 ) -> bool:
-    """Check whether torch's kernels accept a group. DTensors are replaced by local memory until `stack` closes."""
+    """Return True if torch's kernels accept a group. DTensors are replaced by local memory until `stack` closes."""
     if can_fuse(group, optimizer, kinds):
         return True
     if _is_plain(group):
@@ -153,7 +153,7 @@ def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Ten
 
 
 def maskable(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether the next step, of the parameters that have gradients now, may be `masked`.
+    """Return True if the next step, of the parameters that have gradients now, may be `masked`.
 
     torch's fused kernels can mask a step of float32 parameters with complete state. A masked first step of SGD with
     momentum would leave uninitialised momenta.
@@ -176,7 +176,7 @@ def maskable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> bool:
-    """Check whether a step of a group with its current gradients may use a fused kernel."""
+    """Return True if a step of a group with its current gradients may use a fused kernel."""
     chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
     if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False
@@ -538,7 +538,7 @@ class Stepper:
 
     @property
     def queues(self) -> bool:
-        """Whether `queue_step` supports the parameters that have gradients now."""
+        """True if `queue_step` supports the parameters that have gradients now."""
         return not self._exact and maskable(self._optimizer)
 
     def queue_step(self, good: Tensor) -> None:
@@ -659,7 +659,7 @@ class Updater:
 
     @property
     def queues(self) -> bool:
-        """Whether `queue` supports the parameters that have gradients on this rank now."""
+        """True if `queue` supports the parameters that have gradients on this rank now."""
         return self._judged and self.stepper.queues and not self._hooks.by_name
 
     def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:

@@ -113,7 +113,11 @@ class OwnGradients:
         self._handles = []
         for name, parameter in parameters:
             hooks = parameter._post_accumulate_grad_hooks or {}
-            engine = {key: hook for key, hook in hooks.items() if _is_of_shoal(hook)}
+            engine = {  # hooks of shoal's own functions
+                key: hook
+                for key, hook in hooks.items()
+                if getattr(getattr(hook, "func", hook), "__module__", "").startswith("shoal.")
+            }
             changes = len(engine) < len(hooks)  # the job's hooks change what was accumulated
             before, after = self._hooks(name, parameter, changes)
             self._handles.append(parameter.register_hook(before))
@@ -159,11 +163,6 @@ class OwnGradients:
 def _widened(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return dense.to(torch.promote_types(dense.dtype, torch.float32))
-
-
-def _is_of_shoal(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    return getattr(function, "__module__", "").startswith("shoal.")
 
 
 class TraceRecorder(Observer):
