@@ -123,8 +123,6 @@ MAX_METHODS = 12
 LARGE_CLASSES = {
     "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "torch's names",
     "src/shoal/training/observer.py: class Observer": "an interface: one hook for each event of a step",
-    "src/shoal/training/session/loop.py: class Loop": "",
-    "src/shoal/training/session/session.py: class Session": "",
 }
 
 

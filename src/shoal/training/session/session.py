@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
-import torch
 from torch import nn
 
 from shoal.checkpoint.whole_optimizer import evaluated_weights
@@ -97,6 +96,11 @@ class Session:
         exact: override of the plan's `execution.exact`.
         precision: override of the plan's precision.
 
+    Attributes:
+        rank: this process's rank. Print on rank 0.
+        world_size: number of processes that train together.
+        device: the torch.device of batches and prepared models.
+
     Raises: JobError, PlanError, LaunchError as `shoal run` does.
     """
 
@@ -138,6 +142,7 @@ class Session:
             self.plan = plan
             self._judged = None if self._job.grains is None else self._judge(self._job)
             self._exit = opened.pop_all()
+        self.rank, self.world_size, self.device = self.mesh.rank, self.mesh.world_size, self.mesh.device
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._prepared = Prepared()
         self._loop: Loop | None = None
@@ -156,28 +161,13 @@ class Session:
         self.plan, self._job, self.mesh = found, job, mapped(found, self.mesh)
         return found
 
-    @property
-    def rank(self) -> int:
-        """This process's rank. Print on rank 0."""
-        return self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train together."""
-        return self.mesh.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """The device of batches and prepared models."""
-        return self.mesh.device
-
     def __getattr__(self, name: str) -> Any:
         raise missing_attribute(name)
 
     @property
     def samples(self) -> int:
         """Number of samples in all finished steps, including steps before a resume."""
-        return self._loop.state.samples if self._loop is not None else 0
+        return self._loop.boundary.state.samples if self._loop is not None else 0
 
     @overload
     def prepare(self, only: A, /) -> A: ...
@@ -213,16 +203,12 @@ class Session:
             )
         taken, models = self._prepared.take(objects)
         for model in models:
-            self._place(model)
+            self._precision.apply(model.to(self.mesh.device))
+            self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+            if any(p.requires_grad for p in model.parameters()):
+                recompute(model, self.plan.memory.recompute)
+                compile_blocks(model, self.plan, self._precision)
         return taken[0] if len(taken) == 1 else tuple(taken)
-
-    def _place(self, model: nn.Module) -> None:
-        model = self._precision.apply(model.to(self.mesh.device))
-        self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-        if not any(p.requires_grad for p in model.parameters()):
-            return
-        recompute(model, self.plan.memory.recompute)
-        compile_blocks(model, self.plan, self._precision)
 
     def steps(
         self, dataset: Any, length: Length | None = None, *, epochs: float | None = None
@@ -297,37 +283,24 @@ class Session:
             for optimizer in self._prepared.optimizers:
                 weights.enter_context(evaluated_weights(optimizer))
             values, count = evaluator.evaluate(models[0] if model is None else model)
-        average = self._loop.average() if self._loop is not None and count else None
+        boundary = self._loop.boundary if self._loop is not None and count else None
+        average = boundary.callbacks.average if boundary is not None and boundary.has_started else None
         if average is not None:
-            with average:
+            with average.in_place():
                 averaged, _ = evaluator.evaluate(models[0] if model is None else model)
             values |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
-        if self._loop is not None and count:
-            self._loop.evaluated(values)
+        if boundary is not None:
+            boundary.evaluated(values)
         return values, count
 
     def close(self) -> None:
         """Save a loop that was left, and end the process group. Raises: KeyboardInterrupt after Ctrl-C in the loop."""
-        self._close(None)
-
-    def _close(self, error: BaseException | None) -> None:
-        try:
-            steps = self._steps() if self._steps is not None else None
-            if self._loop is not None:
-                self._loop.error = self._loop.error or error
-            if steps is not None:
-                steps.close()
-            if self._loop is not None:
-                self._loop.close()
-                self._loop.conclude()
-        finally:
-            self._exit.close()
-        self._insist(error)
+        self.__exit__(None, None, None)
 
     def _insist(self, error: BaseException | None = None) -> None:
         """Raise the exception of a requested stop, if the loop is over and could not raise it."""
-        if self._loop is not None and self._loop.closed:
-            self._loop.asked.insist(error)
+        if self._loop is not None and self._loop.boundary.is_closed:
+            self._loop.boundary.asked.insist(error)
 
     def __enter__(self) -> Session:
         return self
@@ -335,7 +308,18 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(error)
+        try:
+            steps = self._steps() if self._steps is not None else None
+            if self._loop is not None:
+                self._loop.boundary.error = self._loop.boundary.error or error
+            if steps is not None:
+                steps.close()
+            if self._loop is not None:
+                self._loop.close()
+                self._loop.boundary.conclude()
+        finally:
+            self._exit.close()
+        self._insist(error)
 
 
 def _refuse_divided(plan: Plan) -> None:
