@@ -121,7 +121,7 @@ PICKLES_FOR_ITS_OWN_PROCESSES = {
 # Classes with more than twelve methods, special ones not counted, and why each stays whole.
 MAX_METHODS = 12
 LARGE_CLASSES = {
-    "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "torch's names",
+    "src/shoal/distributed/collectives/shared_memory/process_group.py: class SharedGroup": "an interface of torch",
     "src/shoal/training/observer.py: class Observer": "an interface: one hook for each event of a step",
 }
 

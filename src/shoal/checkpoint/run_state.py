@@ -57,7 +57,7 @@ class RunState:
 
     def adapt(self, skipped: str | None) -> None:
         """Adjust the loss scale after an update."""
-        if skipped in (None, "overflow"):
+        if self.loss_scale.dynamic and skipped in (None, "overflow"):
             self.loss_scale = self.loss_scale.after(skipped == "overflow")
 
     def count(self, sums: StepSums, skipped: str | None) -> None:

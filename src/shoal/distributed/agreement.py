@@ -19,7 +19,7 @@ from shoal.runs.records import SPANS, OwnSpreads, Spread
 from shoal.runs.request import dumped, loaded
 
 T = TypeVar("T")
-_FLAGS = ("has_data", "error", "stop", "checkpoint", "asked")
+_FLAGS = ("has_data", "error", "stop", "checkpoint", "requests")
 _of_spans = operator.itemgetter(*SPANS)  # one call for all spans
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
 _SPREADS = (*_MEASURES, "busy_seconds")
@@ -31,14 +31,14 @@ _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_comm
 class Report:
     """One rank's contribution at the start of a step; `measures` are those of the previous step.
 
-    `asked`: bits of the requests that the rank's callbacks have made, below 2^24.
+    `requests`: bits of the requests that the rank's callbacks have made, below 2^24.
     """
 
     has_data: bool = False
     error: bool = False
     stop: bool = False
     checkpoint: bool = False
-    asked: int = 0
+    requests: int = 0
     measures: tuple[float, ...] = (0.0,) * len(_MEASURES)
 
 
@@ -46,14 +46,14 @@ class Report:
 class Agreement:
     """Common state of all ranks: whether any has data, an error or a stop request. Only rank 0 requests checkpoints.
 
-    `asked`: the bits that any rank's callbacks have set.
+    `requests`: the bits that any rank's callbacks have set.
     """
 
     any_data: bool
     any_error: bool
     stop: bool
     checkpoint: bool
-    asked: int
+    requests: int
     spreads: Mapping[str, Spread]
     busy_seconds: npt.NDArray[np.float64]  # of each rank in the previous step; zero with one rank
     slowest_rank: int = 0  # the rank that computed longest in the previous step
@@ -75,13 +75,13 @@ def agree(mesh: Mesh, report: Report) -> Agreement:
         return from_rows(mesh.all_gather(to_row(report)))
     own = report.measures  # the same as `from_rows` of one row
     spreads = OwnSpreads(_SPREADS, (*own, own[_STEP] - own[_EXPOSED]))
-    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.asked, spreads, _ALONE)
+    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.requests, spreads, _ALONE)
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
     """Compute the agreement from the rows of all ranks, [world_size, 15]."""
     has_data, error, stop, *_ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
-    asked = int(np.bitwise_or.reduce(table[:, _FLAGS.index("asked")].astype(np.int64)))
+    requests = int(np.bitwise_or.reduce(table[:, _FLAGS.index("requests")].astype(np.int64)))
     measured = table[:, len(_FLAGS) :]
     # The rank that computes longest waits least: slowness shows in its own work, and in others' communication.
     busy = measured[:, _STEP] - measured[:, _EXPOSED]
@@ -93,7 +93,7 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
         error,
         stop,
         bool(table[0, _FLAGS.index("checkpoint")]),
-        asked,
+        requests,
         spreads,
         busy,
         spreads["busy_seconds"].rank_of_max,

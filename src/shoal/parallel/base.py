@@ -202,7 +202,6 @@ class Strategy(ABC):
 
         Collective: as `UpdateDivision.begin`.
         """
-        self.update_division.begin()
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -306,7 +305,3 @@ class AccumulatingStrategy(Strategy):
     @abstractmethod
     def arm(self) -> None:
         """Announce that the next backward is this rank's last in the step."""
-
-    def _own_sums(self, num_sums: int) -> Tensor:
-        """Return the sums that this rank added in this step."""
-        return torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums

@@ -343,7 +343,7 @@ class DataParallel(AccumulatingStrategy):
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        super().begin(step, factor)
+        self.update_division.begin()
         self._buckets.begin()
         self._sums = None
         self._factor = self._root = factor
@@ -360,7 +360,7 @@ class DataParallel(AccumulatingStrategy):
 
         Collective: all ranks; an all-reduce per bucket. The last bucket is longer by about ten numbers per rank.
         """
-        sums = self._own_sums(num_sums)
+        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, self._nothing)
@@ -389,7 +389,8 @@ class DataParallel(AccumulatingStrategy):
         return self.compression is None and self.update_division.queues
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        sums, device = device_reads.sent(self._own_sums(num_sums), self._mesh.device), self._mesh.device
+        sums, device = self._sums, self._mesh.device
+        sums = device_reads.sent(torch.zeros(num_sums, dtype=torch.float64) if sums is None else sums, device)
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             failures, _ = self._buckets.queue(flags, torch.empty(0, device=device))
@@ -445,7 +446,7 @@ class ExactDataParallel(Strategy):
         self.begin()
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        super().begin(step, factor)
+        self.update_division.begin()
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)

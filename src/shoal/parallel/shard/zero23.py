@@ -532,7 +532,7 @@ class FullySharded(AccumulatingStrategy):
         device = self._mesh.device
         order = float(self._calls.order) if self._calls is not None else 0.0
         orders = torch.tensor([order, order * order], dtype=torch.float64)  # if ranks differ, the sums show it
-        own = self._own_sums(num_sums), self._used, orders
+        own = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums, self._used, orders
         return torch.cat([device_reads.sent(numbers, device) for numbers in own])
 
     def _drop(self) -> None:

@@ -212,8 +212,8 @@ def _attributes(owner: nn.Module, cut: SectionCut, heads: set[int]) -> Iterator[
                 if _HEADS.search(attribute):
                     named.append((name, attribute, value))
             config = getattr(module, "config", None)
-            found = _integers(config, cut.units) if hasattr(config, "__dict__") else ()
-            configured += [(name, f"config.{a}", v) for a, v in found if _HEADS.search(a)]
+            numbers = _integers(config, cut.units) if hasattr(config, "__dict__") else ()
+            configured += [(name, f"config.{a}", v) for a, v in numbers if _HEADS.search(a)]
     groups: list[tuple[tuple[str, str, int], ...]] = [(entry,) for entry in counts]
     groups += [tuple(e for e in counts if e[2] in kinds) for kinds in (heads, sections, heads | sections)]
     groups += [tuple(named), (*named, *configured)]

@@ -242,5 +242,5 @@ class LateReads:
 
 def comes_between(agreement: Agreement) -> bool:
     """Return True if an agreement interrupts late reads; the host's version of `interrupts`."""
-    asks = agreement.stop or agreement.checkpoint or agreement.any_error or bool(agreement.asked)
+    asks = agreement.stop or agreement.checkpoint or agreement.any_error or bool(agreement.requests)
     return asks or not agreement.any_data

@@ -79,8 +79,8 @@ class Trainer:
                 self._records.write()
             callbacks.end("failed", error=shown)
             raise shown from error
-        last = agree(self._mesh, Report(asked=NOTICED if parts.loader.incidents else 0, measures=self._measures))
-        if last.asked:
+        last = agree(self._mesh, Report(requests=NOTICED if parts.loader.incidents else 0, measures=self._measures))
+        if last.requests:
             share_incidents(parts, self._around, self.state)
         self._records.write(last)
         outcome = self._between.conclude(self.state, status)
@@ -147,7 +147,7 @@ class Trainer:
                 if fetched is not None and computed.sums.rows is not None:
                     agreement = from_rows(computed.sums.rows)
                     self._records.write(agreement)
-                    parts.callbacks.unagreed |= bool(agreement.asked)  # the next agreement repeats the request
+                    parts.callbacks.unagreed |= bool(agreement.requests)  # the next agreement repeats the request
                     is_long = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
                     agreement = None if is_long else agreement
                 if not self._apply(computed):
@@ -193,7 +193,7 @@ class Trainer:
         if failures is None:
             assert followed is not None
             assert agreement is not None
-            self._parts.callbacks.unagreed |= bool(agreement.asked)
+            self._parts.callbacks.unagreed |= bool(agreement.requests)
             error = followed.fetched.error
             return (FetchedStep(followed.fetched.step, error=error) if error is not None else None), agreement
         self._parts.updater.num_begun -= 1
@@ -224,10 +224,10 @@ class Trainer:
         while agreement is None or self._parts.callbacks.unagreed:
             self._parts.callbacks.unagreed = False
             agreement = agree(self._mesh, self._report(fetched, self.state.step))
-            if agreement.asked & NOTICED:
+            if agreement.requests & NOTICED:
                 share_incidents(self._parts, self._around, self.state)
-            if agreement.asked & ~NOTICED:  # requests of any rank's callbacks
-                self._between.serve(self.state, agreement.asked, lambda: self._replicas_agree(saves=True))
+            if agreement.requests & ~NOTICED:  # requests of any rank's callbacks
+                self._between.serve(self.state, agreement.requests, lambda: self._replicas_agree(saves=True))
                 self._clock.begin(self.state.step + 1)
             self._records.write(agreement)
         if agreement.any_error:

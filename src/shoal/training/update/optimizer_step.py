@@ -487,11 +487,6 @@ class Stepper:
             if was != now:
                 group[OWN_RATE] = True
 
-    def seed(self, step: int) -> None:
-        """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
-        if may_draw(self._optimizer):
-            seed_everything(random_key(self._job.seed, "optimizer", step))
-
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
         """Step the optimizer with the random numbers of step `number`.
 
@@ -503,9 +498,11 @@ class Stepper:
                 return
         except Exception as error:
             raise step_error(self._optimizer, error) from error
-        self.seed(number)
+        draws = may_draw(self._optimizer)
+        if draws:  # the same on all ranks, for optimizers that add noise
+            seed_everything(random_key(self._job.seed, "optimizer", number))
         before = all_generators() if refuse_noise else None
-        seen = (rates_seen(self._parts), self._trained()) if may_draw(self._optimizer) else None
+        seen = (rates_seen(self._parts), self._trained()) if draws else None
         try:
             if self._exact:
                 step_optimizer(self._optimizer)
