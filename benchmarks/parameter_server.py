@@ -193,7 +193,7 @@ def table(kept: dict[str, Any]) -> str:
 
 def rates() -> list[str]:
     """The table of the largest rates."""
-    from shoal.training.parameter_server.staleness import largest_rate
+    from shoal.training.parameter_server.retreat import largest_rate
 
     lines = ["| momentum | up to date | 1 update old | 2 old | 3 old |", "|---|---|---|---|---|"]
     for momentum in (0.0, 0.5, 0.9):

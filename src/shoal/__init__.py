@@ -21,11 +21,11 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "ExitCode": "shoal.errors",
     "Callback": "shoal.training.callbacks.base",
-    "EarlyStopping": "shoal.training.callbacks.stopping",
-    "LossSpikes": "shoal.training.callbacks.spikes",
-    "KeepBest": "shoal.training.callbacks.stopping",
+    "EarlyStopping": "shoal.training.callbacks.ready_made",
+    "LossSpikes": "shoal.training.callbacks.ready_made",
+    "KeepBest": "shoal.training.callbacks.ready_made",
     "EMA": "shoal.training.callbacks.ema",
-    "Sample": "shoal.training.callbacks.sample",
+    "Sample": "shoal.training.callbacks.ready_made",
     "Schedule": "shoal.training.update.lr_schedule",
     "track": "shoal.training.trackers.tracker",
     "cross_entropy": "shoal.numerics.losses",
@@ -108,9 +108,7 @@ if TYPE_CHECKING:
     from shoal.runs.version import __version__
     from shoal.training.callbacks.base import Callback
     from shoal.training.callbacks.ema import EMA
-    from shoal.training.callbacks.sample import Sample
-    from shoal.training.callbacks.spikes import LossSpikes
-    from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
+    from shoal.training.callbacks.ready_made import EarlyStopping, KeepBest, LossSpikes, Sample
     from shoal.training.session import Session
     from shoal.training.trackers.tracker import track
     from shoal.training.update.lr_schedule import Schedule

@@ -305,7 +305,7 @@ ROWS = (
         "N",
         "a loss spike",
         "named where the callback watches",
-        soak=_in("unit/training/callbacks/test_spikes", "test_spikes_in_a_row_are_told_once"),
+        soak=_in("unit/training/callbacks/test_ready_made_spikes", "test_spikes_in_a_row_are_told_once"),
     ),
     Row(
         39,

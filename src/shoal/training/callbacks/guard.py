@@ -109,7 +109,21 @@ class ModelGuard:
             self._inside = False
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self._device)
-            written = self._put_back()
+            # Restore modes and buffers. `written`: the first buffer that the hook has changed without a forward.
+            armed, self._armed, written = self._armed, None, None
+            if armed is not None:
+                armed.forwards.remove()
+                if not self._has_run:
+                    numbers = self._numbers().items()
+                    self.set_numbers |= {name for name, value in numbers if armed.numbers.get(name) != value}
+                for module, training in armed.modes:
+                    module.training = training
+                with torch.no_grad():
+                    # All buffers: torch's version counter misses writes of batch statistics.
+                    for name, buffer, value in armed.buffers:
+                        if written is None and not self._has_run and not same_bits(buffer, value):
+                            written = name
+                        buffer.copy_(value)
         if rates != rates_seen(self._rated):
             raise Meddled(
                 JobError(
@@ -146,24 +160,6 @@ class ModelGuard:
                     "torch.nn.utils.parametrize in the model",
                 )
             )
-
-    def _put_back(self) -> str | None:
-        """Restore modes and buffers, and return the first buffer that the hook has changed without a forward."""
-        armed, self._armed = self._armed, None
-        if armed is None:
-            return None
-        armed.forwards.remove()
-        if not self._has_run:
-            self.set_numbers |= {name for name, value in self._numbers().items() if armed.numbers.get(name) != value}
-        for module, training in armed.modes:
-            module.training = training
-        written = None
-        with torch.no_grad():
-            for name, buffer, value in armed.buffers:  # all: torch's version counter misses writes of batch statistics
-                if written is None and not self._has_run and not same_bits(buffer, value):
-                    written = name
-                buffer.copy_(value)
-        return written
 
 
 def _checksum(tensor: Tensor) -> Tensor:

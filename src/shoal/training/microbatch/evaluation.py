@@ -254,8 +254,15 @@ class Evaluator:
         if not known:
             with torch.no_grad():
                 return call()
-        with torch.enable_grad(), _gradients_kept(model):
-            result = tree_map_only(Tensor, Tensor.detach, call())
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        try:
+            for parameter, _ in gradients:  # the metric may run a backward
+                parameter.grad = None
+            with torch.enable_grad():
+                result = tree_map_only(Tensor, Tensor.detach, call())
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
         self._differentiates[name] = True
         return result
 
@@ -333,19 +340,6 @@ class EvaluationSets:
     def first_sums(self, model: nn.Module) -> tuple[float, ...]:
         """Return the first sums of all sets, as `Evaluator.first_sums` does."""
         return tuple(number for evaluator in self._by_name.values() for number in evaluator.first_sums(model))
-
-
-@contextlib.contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Clear the parameters' gradients, since a metric may run a backward, and restore them at the end."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -102,18 +102,6 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
             time.sleep(_RETRY_SECONDS)
 
 
-def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise LaunchError if a process runs another version, job or plan than this one."""
-    theirs = hello["identity"]
-    differing = next((name for name in own if theirs.get(name) != own[name]), None)
-    if differing is not None:
-        raise LaunchError(
-            given=f"{hello['kind']} {hello['number']}: {differing} = {str(theirs.get(differing))[:200]}",
-            conflict=f"the conductor on {platform.node()} has {differing} = {str(own[differing])[:200]}",
-            remedy="change no file, setting or version while a run lasts",
-        )
-
-
 def raise_if_error(answer: dict[str, Any], who: str) -> None:
     """Raise the error in a peer's answer, if any."""
     if "error" in answer:
@@ -192,9 +180,14 @@ class Members:
         if self._closing:
             _dismiss(wire)
             return
-        try:
-            refuse_stranger(hello, self._identity)
-        except LaunchError as error:
+        theirs, own = hello["identity"], self._identity
+        differing = next((name for name in own if theirs.get(name) != own[name]), None)
+        if differing is not None:
+            error = LaunchError(
+                given=f"{hello['kind']} {hello['number']}: {differing} = {str(theirs.get(differing))[:200]}",
+                conflict=f"the conductor on {platform.node()} has {differing} = {str(own[differing])[:200]}",
+                remedy="change no file, setting or version while a run lasts",
+            )
             self._events.put(error)
             return
         if hello["kind"] == "server":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 import traceback
@@ -86,7 +87,16 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that evaluates the loss itself or accepts only sparse gradients. Raises: JobError."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    needs = closure is not None and (closure.default is closure.empty or _demands_closure(optimizer))
+    needs = closure is not None and closure.default is closure.empty
+    if closure is not None and not needs:  # step() may reject a closure of None, by an assertion or an error
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
+            tests = [
+                (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
+                for node in getattr(step, "body", ())  # top level only
+                if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
+            ]
+            needs = any(ast.unparse(test) == wanted for test, wanted in tests)
     if isinstance(optimizer, torch.optim.LBFGS) or needs:
         raise without_closure(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -95,20 +105,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
             remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
         )
-
-
-def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the source of step() rejects a closure of None, by an assertion or an error."""
-    try:
-        step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return False
-    tests = [
-        (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
-        for node in getattr(step, "body", ())  # top level only
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
-    ]
-    return any(ast.unparse(test) == wanted for test, wanted in tests)
 
 
 def without_closure(optimizer: torch.optim.Optimizer) -> JobError:

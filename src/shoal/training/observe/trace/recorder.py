@@ -127,10 +127,6 @@ class OwnGradients:
                     del hooks[key]
                     hooks[key] = hook
 
-    def clear(self) -> None:
-        """Reset the sums at the start of a step."""
-        self.sums = {}
-
     def _hooks(self, name: str, parameter: nn.Parameter, changes: bool) -> tuple[Any, Any]:
         """Return hooks for a parameter's gradient and, if the job's hooks change it, for what was accumulated."""
 
@@ -186,7 +182,7 @@ class TraceRecorder(Observer):
     def begin(self, step: int, factor: float) -> None:
         self._trace = StepTrace(step, factor=factor)
         self._forward.clear()
-        self._own.clear()
+        self._own.sums = {}
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
         self._microbatch, self._own.listens = microbatch, False

@@ -191,17 +191,15 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
 
 def write_changes(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
     """Write parameters and buffers that a user's loop has changed between the last update and `step`."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / _changes(step))
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / f"changes-{step}.safetensors"
+    )
 
 
 def read_changes(folder: Path, step: int) -> dict[str, Tensor]:
     """Read the tensors of `write_changes`; the result is empty if nothing was changed."""
-    path = folder / _changes(step)
+    path = folder / f"changes-{step}.safetensors"
     return load_file(path) if path.exists() else {}
-
-
-def _changes(step: int) -> str:
-    return f"changes-{step}.safetensors"
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

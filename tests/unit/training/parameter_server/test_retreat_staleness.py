@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.training.parameter_server.staleness import BEGINNING, LossGuard, foretold, largest_rate
+from shoal.training.parameter_server.retreat import BEGINNING, LossGuard, foretold, largest_rate
 
 # Of `shoal run examples/digits.py` on asynchronous workers at rate 0.1, by update: "trains" on 3 workers without
 # momentum, "lost" with momentum 0.9.
