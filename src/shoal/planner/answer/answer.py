@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.opened import opened, training_data
+from shoal.data.opened import opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import ShoalError
@@ -91,7 +91,16 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     )
     if device == "cpu" and space.all_reduces:
         space = replace(space, one_copy=_allows_one_copy(job, model))
-    work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
+    # Streams have no length and no time to fetch a sample.
+    known, sample_seconds = opened(job), 0.0
+    source, length, num_steps = known.train_data.source, known.length, None
+    if isinstance(source, MapSource):
+        sample_seconds = _sample_seconds(source, job.grain_size)
+        order = Order(len(source), known.global_batch, known.num_grains, known.seed, bool(known.shuffle), length)
+        num_steps = order.num_steps
+    elif not isinstance(length, Epochs):
+        num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
+    work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places)
     case = Case(work, cluster, space, correction=read_correction(cluster.name))
     # The tokens in a sample: the length of its longest integer sequence, if a sample has no other arrays.
     arrays = [t for t in tensors_in(grain) if t.ndim > 1 and t.dtype != torch.bool]
@@ -108,13 +117,6 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
             return replace(case, work=traced, space=replace(case.space, base=other))
 
         precise = halves[0], in_half
-    known, num_steps = opened(job), None
-    source, length = known.train_data.source, known.length
-    if isinstance(source, MapSource):
-        order = Order(len(source), known.global_batch, known.num_grains, known.seed, bool(known.shuffle), length)
-        num_steps = order.num_steps
-    elif not isinstance(length, Epochs):
-        num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
     return Question(case, num_steps, grains.why, tokens, precise)
 
 
@@ -132,12 +134,9 @@ def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
     return copy_need(model, optimizer, job.callbacks) is None
 
 
-def _sample_seconds(job: Job) -> float:
-    """Return the seconds in which this machine fetches a sample, the best of a few grains; 0 for streams."""
-    source = training_data(job).source
-    if not isinstance(source, MapSource):
-        return 0.0
-    rows = min(len(source), job.grain_size)
+def _sample_seconds(source: MapSource, grain_size: int) -> float:
+    """Return the seconds in which this machine fetches a sample, the best of a few grains."""
+    rows = min(len(source), grain_size)
     best = float("inf")
     for trial in range(_TRIALS):
         ids = (np.arange(rows) + trial * rows) % len(source)

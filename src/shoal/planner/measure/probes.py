@@ -316,10 +316,10 @@ def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
 
     Every rank must make and call the same ones in the same order. Collective: all ranks.
     """
-    for kind, make in {**_COLLECTIVES, "send": _send}.items():
+    for kind in (*_COLLECTIVES, "send"):
         for size in _SIZES[::2] if quick else _SIZES:
             ranks = 2 if kind == "send" else mesh.world_size
-            yield Probe(f"exchange.{kind}", float(size), partial(make, mesh, size), graph=False, ranks=ranks)
+            yield Probe(f"exchange.{kind}", float(size), partial(_exchange, kind, mesh, size), graph=False, ranks=ranks)
 
 
 def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
@@ -340,58 +340,39 @@ def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
     if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
         return
     group = open_group([range(mesh.world_size)], COLLECTIVE_TIMEOUT)
-    for kind, make in _COLLECTIVES.items():
+    for kind in _COLLECTIVES:
         for size in _SHARED_SIZES[:: 2 if quick else 1]:
-            yield Probe(f"group.{kind}", float(size), partial(make, mesh, size, group), graph=False)
-
-
-def _vector(mesh: Mesh, num_bytes: int) -> torch.Tensor:
-    """Return a float32 tensor whose number of elements is a multiple of the ranks."""
-    return torch.ones(max(1, num_bytes // 4 // mesh.world_size) * mesh.world_size, device=mesh.device)
-
-
-def _all_reduce(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
-    tensor = _vector(mesh, num_bytes).zero_()
-    return lambda: dist.all_reduce(tensor, group=group)
+            yield Probe(f"group.{kind}", float(size), partial(_exchange, kind, mesh, size, group), graph=False)
 
 
 # torch is renaming these two functions; the new name is used if it exists.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def _all_gather(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
-    whole = _vector(mesh, num_bytes)
-    part = whole.chunk(mesh.world_size)[mesh.rank].clone()
-    return lambda: _gather(whole, part, group=group)
+def _exchange(kind: str, mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
+    """Return an exchange of a float32 tensor whose number of elements is a multiple of the ranks.
 
+    "send" is a round trip between ranks 0 and 1 while the others wait: two sends per call.
+    """
+    whole = torch.zeros(max(1, num_bytes // 4 // mesh.world_size) * mesh.world_size, device=mesh.device)
+    if kind == "all_reduce":
+        return partial(dist.all_reduce, whole, group=group)
+    if kind in ("all_gather", "reduce_scatter"):
+        part = whole.chunk(mesh.world_size)[mesh.rank].clone()
+        gathers = kind == "all_gather"
+        return partial(_gather, whole, part, group=group) if gathers else partial(_scatter, part, whole, group=group)
 
-def _reduce_scatter(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
-    whole = _vector(mesh, num_bytes).zero_()
-    part = whole.chunk(mesh.world_size)[mesh.rank].clone()
-    return lambda: _scatter(part, whole, group=group)
-
-
-_COLLECTIVES: dict[str, Callable[..., Call]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-}
-
-
-def _send(mesh: Mesh, num_bytes: int) -> Call:
-    """Return a round trip between ranks 0 and 1 while the others wait: two sends per call."""
-    tensor = _vector(mesh, num_bytes)
-
-    def call() -> None:
+    def round_trip() -> None:
         if mesh.rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
+            dist.send(whole, 1)
+            dist.recv(whole, 1)
         elif mesh.rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
+            dist.recv(whole, 0)
+            dist.send(whole, 0)
 
-    return call
+    return round_trip
 
 
 # --------------------------------------------------------------------------------------------------------------- timer

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from shoal.training.update.optimizer_step import fused
 class KernelCost:
     """Cost of one kernel of an event, for the traced samples.
 
-    `of_weight`: whether the kernel computes a weight's gradient in an event that also computes other gradients.
+    `of_weight`: True if the kernel computes a weight's gradient in an event that also computes other gradients.
     """
 
     kind: OperationKind = OperationKind.MEMORY
@@ -188,69 +188,67 @@ def _grouped(event: OperatorEvent) -> list[KernelCost]:
     return [KernelCost(OperationKind.MATMUL, flops, moved.read_bytes, moved.written_bytes, m, n, k, groups)]
 
 
-def _taps(event: OperatorEvent, weight: StorageRef) -> tuple[int, int, int]:
-    """Return (groups, first weight dim per group, taps x second dim); the first dim is the input's if transposed."""
-    groups = int(event.arguments["groups"])
-    first, second = weight.shape[:2]
-    return groups, first // groups, second * math.prod(weight.shape[2:])
+class ConvolutionShape(NamedTuple):
+    """Sizes of a convolution as an implicit matmul per group, and what selects its kernel.
 
+    `pixels`: positions at which the weight is applied. `first`: the weight's first dim per group, which is the input's
+    channels if transposed. `reach`: taps times the second dim. `window`: as in `Operation.window`.
+    """
 
-def _pixels(event: OperatorEvent, input: StorageRef, output: StorageRef) -> int:
-    """Return the number of positions at which a convolution applies the weight."""
-    grid = input if event.arguments["transposed"] else output
-    return grid.shape[0] * math.prod(grid.shape[2:])
+    pixels: int
+    first: int
+    reach: int
+    groups: int
+    kind: OperationKind
+    winograd: bool
+    window: tuple[int, ...]
 
+    @classmethod
+    def of(cls, event: OperatorEvent, input: StorageRef, weight: StorageRef, output: StorageRef) -> ConvolutionShape:
+        """Return the shape of a forward or backward.
 
-def _window(event: OperatorEvent, weight: StorageRef, output: StorageRef) -> tuple[int, ...]:
-    """Return the window of a plain two-dimensional convolution, as in `Operation.window`; () for other convolutions."""
-    if len(weight.shape) != 4 or event.arguments["transposed"] or event.arguments["groups"] > 1:
-        return ()
-    stride, padding, dilation = (event.arguments[name][-1] for name in ("stride", "padding", "dilation"))
-    return weight.shape[1], weight.shape[0], weight.shape[3], output.shape[3], stride, padding // dilation
+        Depthwise convolutions do too few products per number read, so memory limits them. Winograd's algorithm applies
+        to 3 x 3 taps. Only plain two-dimensional convolutions have a window.
+        """
+        transposed, groups = event.arguments["transposed"], int(event.arguments["groups"])
+        strides, paddings, dilations = (event.arguments[name] for name in ("stride", "padding", "dilation"))
+        grid = input if transposed else output
+        pixels = grid.shape[0] * math.prod(grid.shape[2:])
+        (outer, inner), taps = weight.shape[:2], weight.shape[2:]
+        is_plain = groups == 1 and not transposed
+        window: tuple[int, ...] = ()
+        if is_plain and len(taps) == 2:
+            window = inner, outer, taps[1], output.shape[3], strides[-1], paddings[-1] // dilations[-1]
+        depthwise = groups > 1 and inner == 1
+        kind = OperationKind.MEMORY if depthwise else OperationKind.CONVOLUTION
+        winograd = is_plain and taps == (3, 3) and set(strides) == set(dilations) == {1}
+        return cls(pixels, outer // groups, inner * math.prod(taps), groups, kind, winograd, window)
 
 
 def _convolution(event: OperatorEvent) -> list[KernelCost]:
     input, weight = event.inputs[:2]
-    groups, n, k = _taps(event, weight)
-    m = _pixels(event, input, event.outputs[0])
+    m, n, k, groups, kind, winograd, window = ConvolutionShape.of(event, input, weight, event.outputs[0])
     if event.arguments["transposed"]:
         n, k = k, n
-    moved = _moves(event)
-    flops = 2.0 * m * n * k * groups
-    kind, winograd = _kind(event, weight)
-    sizes, window = (m, n, k, groups), _window(event, weight, event.outputs[0])
+    moved, flops = _moves(event), 2.0 * m * n * k * groups
+    sizes = m, n, k, groups
     return [KernelCost(kind, flops, moved.read_bytes, moved.written_bytes, *sizes, window=window, winograd=winograd)]
-
-
-def _kind(event: OperatorEvent, weight: StorageRef) -> tuple[OperationKind, bool]:
-    """Return a convolution's kind and whether Winograd's algorithm applies.
-
-    Depthwise convolutions do too few products per number read, so memory limits them.
-    """
-    if event.arguments["groups"] > 1 and weight.shape[1] == 1:
-        return OperationKind.MEMORY, False
-    ones = all(set(event.arguments[name]) == {1} for name in ("stride", "dilation"))
-    plain = event.arguments["groups"] == 1 and not event.arguments["transposed"]
-    return OperationKind.CONVOLUTION, plain and ones and weight.shape[2:] == (3, 3)
 
 
 def _convolution_backward(event: OperatorEvent) -> list[KernelCost]:
     output, input, weight = (event.arguments[name] for name in ("grad_output", "input", "weight"))
-    groups, num_out, reach = _taps(event, weight)
-    m = _pixels(event, input, output)
-    flops = 2.0 * m * num_out * reach * groups
+    m, first, reach, groups, kind, winograd, window = ConvolutionShape.of(event, input, weight, output)
+    flops = 2.0 * m * first * reach * groups
     of_input, of_weight, of_bias = event.arguments["output_mask"]
     results = list(event.outputs)
-    kind, winograd = _kind(event, weight)
-    window = _window(event, weight, output)
     kernels = []
     if of_input:
         read, written = output.num_bytes + weight.num_bytes, results.pop(0).num_bytes
-        sizes = m, reach, num_out, groups
+        sizes = m, reach, first, groups
         kernels.append(KernelCost(kind, flops, read, written, *sizes, window=window, winograd=winograd))
     if of_weight:
         read, written = output.num_bytes + input.num_bytes, results.pop(0).num_bytes
-        sizes = num_out, reach, m, groups
+        sizes = first, reach, m, groups
         kernels.append(KernelCost(kind, flops, read, written, *sizes, of_weight=True, window=window, winograd=winograd))
     if of_bias:
         kernels.append(KernelCost(read_bytes=output.num_bytes, written_bytes=results.pop(0).num_bytes, of_weight=True))

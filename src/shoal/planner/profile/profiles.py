@@ -141,7 +141,7 @@ def profile(
         batch: Returns a batch of n samples.
         precision: Defaults to float32.
         device: Type of device whose kernels and autocast to trace, "cuda" or "cpu".
-        by_grain: Whether dropout is drawn as shoal's engine does.
+        by_grain: True if dropout is drawn as shoal's engine does.
         tensor: Returns the parameters that tensor parallelism cuts, {name: dim}; defaults to shoal's own choice.
         optimizer: parameters -> optimizer.
 

@@ -433,7 +433,7 @@ class OperatorTracer:
         loss: (model, batch) -> (total, weight).
         precision: Dtypes of the parameters and of the compute.
         device: Type of device whose kernels to trace, "cuda" or "cpu".
-        by_grain: Whether dropout is drawn as shoal's engine does.
+        by_grain: True if dropout is drawn as shoal's engine does.
         values: The tensors with values, for models that read them: none, the integers of the batch, or all.
     """
 
