@@ -140,7 +140,7 @@ def trained(
     folder: Path | None = None,
     stops: Callable[[int], bool] = lambda step: False,
     callbacks: Sequence[shoal.Callback] = (),
-    counts_reads: bool = True,
+    counts_reads: bool = False,
     **options: Any,
 ) -> Course:
     """The course of a training; `stops` is asked with the steps that are recorded so far.

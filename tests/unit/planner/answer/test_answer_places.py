@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,9 @@ def admits(job: shoal.Job, num_stages: int) -> bool:
     return True
 
 
-def asked(job: shoal.Job) -> Question:
-    return question(job, Plan(), "4x8xH100", None)
+@cache
+def asked(name: str) -> Question:
+    return question(JOBS[name][0](), Plan(), "4x8xH100", None)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -123,7 +125,7 @@ def test_plan_and_engine_agree(name: str) -> None:
     job = make()
     assert most == 1 or cut(job, most)
     assert not cut(job, most + 1)
-    space = asked(job).case.space
+    space = asked(name).case.space
     assert space.facts.most_stages == most
     # The profile may tell fewer parts apart (a view costs nothing), but two wherever there are two.
     assert min(most, 2) <= space.num_layers <= most
@@ -145,7 +147,7 @@ def space_place(pipeline: int) -> Degrees:
 def test_what_is_predicted_is_where_the_engine_can_cut(name: str) -> None:
     """By the places alone, and with the same work in the parts as in the whole."""
     job = JOBS[name][0]()
-    case = asked(job).case
+    case = asked(name).case
     predictor = Predictor(case.work, case.cluster)
     units = case.work.profile.units
     for number in {2, case.space.num_layers}:
@@ -160,5 +162,5 @@ def test_what_is_predicted_is_where_the_engine_can_cut(name: str) -> None:
 
 
 def test_a_pipeline_is_among_what_is_predicted() -> None:
-    search = asked(tiny.job()).case.search()
+    search = asked("two layers").case.search()
     assert any(found.plan.layout.pipeline == 2 for found in search.take(Wanted(number=float("inf"))))

@@ -116,7 +116,7 @@ JOBS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_a_replayed_step_is_the_step_that_is_queued(name: str) -> None:
     """Weights, records and state; all steps but the first are replayed, and not one number is read in a steady one."""
-    queued, captured, counted = both(JOBS[name])
+    queued, captured, counted = both(JOBS[name], counts_reads=True)
     assert same(captured) == same(queued)
     assert captured.error == ""
     # One more replay than steps is the trial.

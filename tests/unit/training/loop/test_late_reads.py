@@ -60,7 +60,7 @@ JOBS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_no_read_in_a_steady_step(name: str) -> None:
     """One a step where each is read at once; none where the next one is queued first. The same bits as on a host."""
-    at_once, late = both(job=JOBS[name])
+    at_once, late = both(job=JOBS[name], counts_reads=True)
     assert set(at_once.reads) == {"parallel/data/replicated.py _sum"}
     assert sum(at_once.reads.values()) == STEPS - STEADY
     assert sum(late.reads.values()) == 0, late.reads
