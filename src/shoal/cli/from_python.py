@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.finished_run import Run
 from shoal.cli.hints import meant
 from shoal.cli.notebook_progress import progress_stream
-from shoal.cli.options import (
-    EvaluateOptions,
-    ExportOptions,
-    PlanOptions,
-    PredictOptions,
-    RunOptions,
-    option_names,
-    options_from,
-)
+from shoal.cli.options import EvaluateOptions, ExportOptions, PlanOptions, PredictOptions, RunOptions
 from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
 from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
@@ -38,7 +30,7 @@ from shoal.launch.supervise.child import other_stream
 from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.options import Option, Origin, declared
+from shoal.runs.options import Option, Origin, declared, option_names, options_from
 from shoal.runs.request import devices_here
 
 if TYPE_CHECKING:

@@ -29,12 +29,11 @@ from shoal.cli.options import (
     RunsOptions,
     VerifyOptions,
     WatchOptions,
-    add_options,
-    options_of,
 )
 from shoal.errors import CommandError, SettingWarning, ShoalError
 from shoal.launch.environment import FORK_FD
 from shoal.launch.signals import exiting
+from shoal.runs.options import add_options, options_of
 
 # Time for threads to end. Threads of pools end when Python exits.
 _THREADS_SECONDS = 5.0

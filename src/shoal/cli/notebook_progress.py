@@ -20,7 +20,9 @@ def record_line(step: int, last: int, text: str) -> str:
 
 def progress_stream(stream: TextIO | None) -> tuple[TextIO | None, bool]:
     """Return the stream for a run's output, and whether it accepts lines about steps, as in a notebook."""
-    kernel = getattr(_shell(), "kernel", None) if stream is not None else None
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
+    kernel = getattr(shell, "kernel", None)
     if stream is None or kernel is None:
         return stream, False
     try:
@@ -31,12 +33,6 @@ def progress_stream(stream: TextIO | None) -> tuple[TextIO | None, bool]:
         return stream, False
     shown: Any = ProgressDisplay(stream, handle)
     return shown, True
-
-
-def _shell() -> Any:
-    """Return IPython's shell if this process has one."""
-    module = sys.modules.get("IPython")
-    return module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
 
 
 class _Shown:

@@ -5,15 +5,11 @@ This module imports nothing heavy, since `shoal --help` reads it.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Container, Mapping
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.errors import CommandError
-from shoal.jobs.job_module import JobModule
-from shoal.runs.options import Course, TraceSteps, TrackerName, checked_value, declared, option, switch
+from shoal.runs.options import Course, option, switch
 
 if TYPE_CHECKING:
     from shoal.jobs.job_file import JobRequest, Setting
@@ -515,66 +511,3 @@ class BenchOptions:
         page="the most processes at once",
         refused="more than the GPUs; 1 for collectives",
     )
-
-
-def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """Add the options of a kind to a parser, in order."""
-    for one in declared(kind):
-        default = list(one.default) if isinstance(one.default, tuple) else one.default  # argparse appends to a list
-        parser.add_argument(*(one.option.flags or (one.flag,)), default=default, **one.option.settings)
-
-
-def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
-    """Convert parsed arguments to options. Raises: CommandError for an invalid value."""
-    values = {name: getattr(parsed, name) for name in option_names(kind)}
-    return options_from(kind, {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()})
-
-
-def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
-    """Convert options to command-line words from which `options_of` makes the same options. Defaults are omitted.
-
-    `without`: names to skip. Raises: CommandError for a value that cannot be written as a word.
-    """
-    words: list[str] = []
-    if "job" in option_names(type(options)) and not isinstance(options.job, str):
-        job = options.job
-        if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
-            raise CommandError(
-                given="a job that is an object of this program",
-                conflict="the ranks are started by an engine, on other hosts too, which do not have it",
-                remedy="write the job function into a file of its own, and give its path: "
-                'shoal.run("file.py:job", ...)',
-            )
-        target = f"{job.target}:{job.function}" if job.function else job.target
-        options = replace(options, job=target, set=job.settings)
-    for one in declared(type(options)):
-        value = getattr(options, one.name)
-        if one.name in without or value == one.default:
-            continue
-        if one.option.settings.get("action") == "store_true":
-            words += [one.flag] if value else []
-            continue
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, tuple):  # a job's setting
-                from shoal.jobs.job_file import setting_text  # imported late: pydantic
-
-                part = f"{part[0]}={setting_text(*part)}"
-            if not isinstance(part, str | int | float | TraceSteps | TrackerName):
-                raise CommandError(
-                    given=f"{one.name}={part!r:.60}",
-                    conflict="it is a value of this process, and another is to read it",
-                    remedy="give the path of a file",
-                )
-            words += [f"{part}"] if not one.flag.startswith("-") else [one.flag, f"{part}"]
-    return words
-
-
-def option_names(kind: Any) -> tuple[str, ...]:
-    """Return the names of a kind's options, in order."""
-    return tuple(one.name for one in declared(kind))
-
-
-def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Create options from values by name. Raises: CommandError for an invalid value."""
-    checked = {one.name: checked_value(one, values[one.name]) for one in declared(kind) if one.name in values}
-    return kind(**{**values, **checked})

@@ -92,19 +92,17 @@ def _sizes(
         raise _refusal(
             target, f"a configuration says no {' and no '.join(missing)}", f"write {' '.join(missing.values())}, say"
         )
-    if longest and sequence > longest and _has_table(build):
+    has_table = False
+    if longest and sequence > longest:  # a table of positions limits the length; rotary embeddings do not
+        with torch.device("meta"):
+            modules = build().named_modules()
+        names = (name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Embedding))
+        has_table = any("position" in name or name == "wpe" for name in names)
+    if has_table:
         raise _refusal(
             f"{target} --seq {sequence}", f"its longest sequence is {longest}", f"write --seq {longest}, or less"
         )
     return sequence, batch
-
-
-def _has_table(build: Any) -> bool:
-    """Check whether the model limits its sequence length by a table of positions; rotary embeddings do not."""
-    with torch.device("meta"):
-        modules = build().named_modules()
-    names = (name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Embedding))
-    return any("position" in name or name == "wpe" for name in names)
 
 
 def _model(target: str, folder: Path) -> tuple[Any, Any]:

@@ -333,18 +333,6 @@ def _numbers(job: Job) -> Iterator[Mistake]:
             yield f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"
     if not _is_int(job.seed) or job.seed < 0:
         yield f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"
-    yield from _clipping(job)
-    count = getattr(job.length, "count", None)
-    if not isinstance(job.length, Epochs | Steps | Samples):
-        wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
-        yield f"length={job.length!r}", "a length says what it counts", f"write {wanted}"
-    elif not (_is_int(count) or (isinstance(job.length, Epochs) and isinstance(count, float))) or not (
-        0 < float(count or 0) < math.inf
-    ):
-        yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
-
-
-def _clipping(job: Job) -> Iterator[Mistake]:
     for name, what in (("clip_norm", "a norm limit"), ("clip_value", "a limit of each element")):
         limit = getattr(job, name)
         is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
@@ -353,6 +341,14 @@ def _clipping(job: Job) -> Iterator[Mistake]:
     if job.clip_norm is not None and job.clip_value is not None:
         given = f"clip_norm={job.clip_norm!r}, clip_value={job.clip_value!r}"
         yield given, "a gradient is clipped by its norm or by its elements", "keep one of clip_norm and clip_value"
+    count = getattr(job.length, "count", None)
+    if not isinstance(job.length, Epochs | Steps | Samples):
+        wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
+        yield f"length={job.length!r}", "a length says what it counts", f"write {wanted}"
+    elif not (_is_int(count) or (isinstance(job.length, Epochs) and isinstance(count, float))) or not (
+        0 < float(count or 0) < math.inf
+    ):
+        yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
 
 
 _HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "metric_names", "mistakes")

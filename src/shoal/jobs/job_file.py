@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -127,28 +126,19 @@ _NONE = ("none", "null")  # texts that stand for None
 _OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@contextlib.contextmanager
-def _without_devices() -> Iterator[None]:
-    """Hide the environment variables that contain the number of ranks."""
-    hidden = {name: os.environ.pop(name) for name in _OF_DEVICES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
 def load(request: JobRequest) -> LoadedJob:
     """Run the job file and its function, with the number of ranks hidden from its environment.
 
     Raises: JobFileError, SettingError, JobError.
     """
     name, handed = request.function or "job", request.handed
-    with _without_devices(), files_read() as files:
-        if handed is not None:
-            given = _fetched(handed, request)
-        else:
-            name, given = _find(_execute(request.module), request)
-        job, settings = called(given, request)
+    hidden = {variable: os.environ.pop(variable) for variable in _OF_DEVICES if variable in os.environ}
+    try:
+        with files_read() as files:
+            given = _fetched(handed, request) if handed is not None else _executed(request)
+            job, settings = called(given, request)
+    finally:
+        os.environ.update(hidden)
     if request.by_value:
         assert handed is not None
         digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
@@ -203,9 +193,11 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
     return job, without_secrets(json.loads(json.dumps(complete, default=str)))
 
 
-def _execute(module: JobModule) -> Any:
+def _executed(request: JobRequest) -> Any:
+    """Run the job's module, and return the requested function. Raises: JobFileError."""
+    module, name = request.module, request.function or "job"
     try:
-        return module.execute()
+        executed = module.execute()
     except ShoalError:
         raise
     except SystemExit as error:
@@ -221,17 +213,13 @@ def _execute(module: JobModule) -> Any:
         raise failure from error
     except Exception as error:
         raise _raised(str(module.path), error) from error
-
-
-def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
-    name = request.function or "job"
-    function = getattr(module, name, None)
+    function = getattr(executed, name, None)
     if callable(function):
-        return name, function
+        return function
     own = [
         n
-        for n, f in vars(module).items()
-        if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")
+        for n, f in vars(executed).items()
+        if inspect.isfunction(f) and f.__module__ == executed.__name__ and not n.startswith("_")
     ]
     raise JobFileError(
         given=f"{request.target}:{name}",
@@ -380,9 +368,10 @@ def least_grains(module: JobModule) -> int | None:
         if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
             return None
         numbers.append(keyword.value.value)
-    if any(_mentions_grains(node) for tree in trees for node in ast.walk(tree)):
-        return None
-    return min(numbers)
+    # A variable, an attribute, a parameter or a string named `grains` may set another number.
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}
+    nodes = (node for tree in trees for node in ast.walk(tree) if type(node) in fields)
+    return None if any(getattr(node, fields[type(node)]) == "grains" for node in nodes) else min(numbers)
 
 
 def parameters_of(target: str) -> list[str]:
@@ -399,9 +388,3 @@ def parameters_of(target: str) -> list[str]:
     return [
         argument.arg for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs)
     ]
-
-
-def _mentions_grains(node: ast.AST) -> bool:
-    """Check whether a node is a variable, an attribute, a parameter or a string named `grains`."""
-    named = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}.get(type(node))
-    return named is not None and getattr(node, named) == "grains"

@@ -91,8 +91,18 @@ class JobModule:
         self.set_import_path()
         known = sys.modules.get(self.name)
         package = ".".join(self.name.split(".")[: self.num_packages - (self.path.name == _INIT)])
-        if package:
-            self._refuse_other(importlib.import_module(package))
+        if package:  # an imported package of this name is to be from the job's folder
+            parent = importlib.import_module(package)
+            here = os.path.dirname(os.path.abspath(self.path))
+            here = os.path.dirname(here) if self.path.name == _INIT else here
+            places = [os.path.abspath(place) for place in getattr(parent, "__path__", ())]
+            if not any(os.path.samefile(place, here) for place in places if os.path.isdir(place)):
+                raise JobFileError(
+                    given=str(self.path),
+                    conflict=f"it is the module {self.name}, but the package {parent.__name__} that Python has "
+                    f"imported is at {', '.join(places) or parent.__name__}",
+                    remedy=f"rename the folder {here}, or remove its {_INIT} if it is no package",
+                )
         imported = sys.modules.get(self.name)
         if imported is not known and _file_of(imported) == os.path.abspath(self.path):
             return imported  # its package has just imported it
@@ -117,19 +127,6 @@ class JobModule:
                 del sys.modules[self.name]
             raise
         return module
-
-    def _refuse_other(self, package: types.ModuleType) -> None:
-        """Check that an imported package of this name is from the job's folder. Raises: JobFileError."""
-        here = os.path.dirname(os.path.abspath(self.path))
-        here = os.path.dirname(here) if self.path.name == _INIT else here
-        places = [os.path.abspath(place) for place in getattr(package, "__path__", ())]
-        if not any(os.path.samefile(place, here) for place in places if os.path.isdir(place)):
-            raise JobFileError(
-                given=str(self.path),
-                conflict=f"it is the module {self.name}, but the package {package.__name__} that Python has imported "
-                f"is at {', '.join(places) or package.__name__}",
-                remedy=f"rename the folder {here}, or remove its {_INIT} if it is no package",
-            )
 
     def refuse_hidden_shoal(self) -> None:
         """Check that no file of the job is imported as `shoal` in the run's processes. Raises: JobFileError."""
@@ -214,18 +211,14 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
         conflict = f"there is no such file, and no module {'.'.join(parts or ())} in {os.getcwd()} or the environment"
     else:
         conflict = "there is no such file"
-    near = _modules_beside(parts) if dotted and parts is not None else near
+    if dotted and parts is not None:  # modules in the folder in which the last part is missing
+        folder = Path(*parts[:-1])
+        stems = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+        near = [".".join([*parts[:-1], name]) for name in sorted(stems) if name.isidentifier()]
     what = "a module with a job function, as package.module" if dotted else "a Python file that has a job function"
     return JobFileError(
         given=text, conflict=conflict, remedy=f"give {what}{nearest(text if dotted else path.name, near)}{go_on}"
     )
-
-
-def _modules_beside(parts: list[str]) -> list[str]:
-    """Return dotted names of the modules in the folder in which the last of `parts` is missing."""
-    folder = Path(*parts[:-1]) if parts[:-1] else Path()
-    names = sorted({path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")})
-    return [".".join([*parts[:-1], name]) for name in names if name.isidentifier()]
 
 
 def imported_from(folders: Iterable[str]) -> list[str]:

@@ -78,9 +78,16 @@ class _Found:
                 defaults = ((p.name, p.default) for p in parameters if p.default is not p.empty)
                 for part, value in defaults:
                     self.visit(value, f"{own}({part})")
-        for part, value in _closed(function):
+        for part, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
             self.visit(value, f"{own}: {part}" if isinstance(value, _PLAIN) else part)
-        for part, value in _named(function) if where != "installed" else ():
+        # Globals that the function, or a function inside it, refers to.
+        names = dict.fromkeys(name for inner in _codes(function.__code__) for name in inner.co_names)
+        known = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+        for part, value in known if where != "installed" else ():
             if not isinstance(value, _PLAIN):
                 self.visit(value, part)
             elif where == "here":  # a file's digest includes its values
@@ -173,21 +180,6 @@ def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
         attributes = getattr(value, "__dict__", {})
         code = (FunctionType, MethodType, functools.partial, type)
         yield from ((f"{name}.{part}", inner) for part, inner in attributes.items() if isinstance(inner, code))
-
-
-def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the names and values of a function's closure."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-
-
-def _named(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the names and values of globals that a function, or a function inside it, refers to."""
-    names = dict.fromkeys(name for inner in _codes(function.__code__) for name in inner.co_names)
-    yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
 
 
 def _codes(outer: CodeType) -> Iterator[CodeType]:

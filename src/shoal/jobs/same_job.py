@@ -53,7 +53,9 @@ class _Walk:
         if isinstance(one, float):
             return one == other or (math.isnan(one) and math.isnan(other))
         result = self._values(one, other)
-        return result if result is not None else self._made_of(one, other)
+        if result is None:  # compare objects of any other class by the values that a copy would be made from
+            return self.same(type(one), type(other)) and self.same(_reduced(one), _reduced(other))
+        return result
 
     def _values(self, one: Any, other: Any) -> bool | None:
         """Compare values of known types; return None for other types."""
@@ -73,7 +75,14 @@ class _Walk:
             same = one.dtype == other.dtype and one.shape == other.shape
             return bool(same and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
         if isinstance(one, types.FunctionType):
-            return self._functions(one, other)
+            # Compare code, defaults, closures, attributes, and the globals that the code names.
+            return (
+                self.same(one.__code__, other.__code__)
+                and self.same((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
+                and self.same(_closure(one), _closure(other))
+                and self.same(vars(one), vars(other))
+                and all(self.same(one.__globals__.get(n), other.__globals__.get(n)) for n in _globals(one.__code__))
+            )
         if isinstance(one, types.MethodType):
             return self.same(one.__func__, other.__func__) and self.same(one.__self__, other.__self__)
         if isinstance(one, staticmethod | classmethod):
@@ -88,23 +97,6 @@ class _Walk:
         if isinstance(one, types.ModuleType):
             return bool(one.__name__ == other.__name__)
         return None
-
-    def _functions(self, one: Any, other: Any) -> bool:
-        """Compare code, defaults, closures, attributes, and the globals that the code names."""
-        named = _globals(one.__code__)
-        return (
-            self.same(one.__code__, other.__code__)
-            and self.same((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
-            and self.same(_closure(one), _closure(other))
-            and self.same(vars(one), vars(other))
-            and all(self.same(one.__globals__.get(n), other.__globals__.get(n)) for n in named)
-        )
-
-    def _made_of(self, one: Any, other: Any) -> bool:
-        """Compare objects of any other class by the values that a copy would be made from."""
-        if not self.same(type(one), type(other)):
-            return False
-        return self.same(_reduced(one), _reduced(other))
 
 
 def _reduced(value: Any) -> Any:

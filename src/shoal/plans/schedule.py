@@ -69,19 +69,20 @@ def actions(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatche
     refuse_illegal(schedule, num_ranks, stages_per_rank)
     ranks = range(num_ranks)
     if schedule == "gpipe":
-        return tuple(_gpipe(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
+        steps = range(num_microbatches)
+        own = [[rank + turn * num_ranks for turn in range(stages_per_rank)] for rank in ranks]
+        return tuple(
+            (
+                *(Action(ActionKind.FORWARD, stage, m) for stage in stages for m in steps),
+                *(Action(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in steps),
+            )
+            for stages in own
+        )
     if schedule == "1f1b":
         return tuple(_one_forward_one_backward(rank, num_ranks, num_microbatches) for rank in ranks)
     if schedule == "zero_bubble":
         return tuple(_zero_bubble(rank, num_ranks, num_microbatches) for rank in ranks)
     return tuple(_interleaved(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
-
-
-def _gpipe(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Actions:
-    stages = [rank + turn * num_ranks for turn in range(stages_per_rank)]
-    forwards = [Action(ActionKind.FORWARD, stage, m) for stage in stages for m in range(num_microbatches)]
-    backwards = [Action(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
-    return (*forwards, *backwards)
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> Actions:

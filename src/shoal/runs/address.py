@@ -227,8 +227,11 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            with _noted(f"--out {text}: the run's own files could not be written there: "):  # raise the first error
+            try:
                 address.send(folder)
+            except OSError as error:  # raise the first error
+                about = f"--out {text}: the run's own files could not be written there: "
+                print(f"note: {'' if isinstance(error, SupersededError) else about}{error}", file=sys.stderr)
             raise
         try:
             address.send(folder)
@@ -240,14 +243,6 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
                 conflict=f"the run's own files could not be written there: {error}",
                 remedy="check this host's way to it; --resume goes on from the newest checkpoint there",
             ) from error
-
-
-@contextlib.contextmanager
-def _noted(about: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        print(f"note: {'' if isinstance(error, SupersededError) else about}{error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

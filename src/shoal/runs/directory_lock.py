@@ -264,7 +264,14 @@ class _Judge:
             self._seen, self._since, self._said = (token, other.mtime_ns), time.monotonic(), False
         waited = time.monotonic() - self._since
         if holder is not None and holder.local and other.locked is not None:
-            return other.locked or self._wait_for_the_last(holder, waited)
+            if other.locked:
+                return True
+            # Wait for the ranks of a dead launcher, which end shortly after it.
+            if holder.runs_here or waited > self.patience.ending_seconds:
+                raise _in_use(self._folder, holder)
+            if waited > 1.0:
+                self._tell(f"{self._folder}: waiting for the last processes of {holder} to end")
+            return False
         if holder is not None and holder.local and holder.host == socket.gethostname():
             if holder.runs_here:
                 raise _in_use(self._folder, holder)
@@ -279,14 +286,6 @@ class _Judge:
             return False
         self._say(f"{self._folder}: {who} has shown no sign of life for {silent:.0f} s; its lock is taken over")
         return True
-
-    def _wait_for_the_last(self, holder: Holder, waited: float) -> bool:
-        """Wait for the ranks of a dead launcher, which end shortly after it. Raises: InUseError if they do not."""
-        if holder.runs_here or waited > self.patience.ending_seconds:
-            raise _in_use(self._folder, holder)
-        if waited > 1.0:
-            self._tell(f"{self._folder}: waiting for the last processes of {holder} to end")
-        return False
 
     def _tell(self, text: str) -> None:
         if not self._said:
@@ -460,7 +459,14 @@ class Fence:
             with contextlib.suppress(FileExistsError), open(fence._path, "x", encoding="utf-8") as file:
                 file.write(json.dumps(said) + "\n")
                 fence.check()
-                fence._fence_others_out(place)
+                # Remove the files of earlier generations, and then their temporary files.
+                for path in place.iterdir():
+                    if path.name.isdecimal() and int(path.name) < fence.generation:
+                        path.unlink(missing_ok=True)
+                for aside in folder.glob(".*.tmp"):
+                    match = _ASIDE.search(aside.name)
+                    if match is not None and int(match[1]) < fence.generation:
+                        aside.unlink(missing_ok=True)
                 return fence
         except OSError as error:
             raise RunDirectoryError(
@@ -469,16 +475,6 @@ class Fence:
                 remedy="give a directory that can be written to",
             ) from None
         raise fence._error()
-
-    def _fence_others_out(self, place: Path) -> None:
-        """Remove the files of earlier generations, and then their temporary files."""
-        for path in place.iterdir():
-            if path.name.isdecimal() and int(path.name) < self.generation:
-                path.unlink(missing_ok=True)
-        for aside in place.parent.glob(".*.tmp"):
-            match = _ASIDE.search(aside.name)
-            if match is not None and int(match[1]) < self.generation:
-                aside.unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:

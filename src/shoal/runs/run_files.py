@@ -134,8 +134,14 @@ class RunReader:
                 with contextlib.suppress(ValueError, TypeError):
                     if event.get("kind") == "lost":
                         lost = max(lost, datetime.fromisoformat(str(event.get("at"))).timestamp())
-            is_restart = lost > max(since, newest or 0.0)
-            attempts += _starting(attempts[-1], (lost, True) if is_restart else (since, False), now)
+            # Ranks that are still starting have not written a line.
+            is_restart, last = lost > max(since, newest or 0.0), attempts[-1]
+            since = lost if is_restart else since
+            if last.began_at < since:
+                known = ("num_steps", "world_size", "host", "device", "threads", "cores")
+                about = {name: getattr(last, name) for name in known}
+                restarts = last.restarts + 1 if is_restart else 0
+                attempts += (Attempt(min(since, now), now, resumed_from=last.step, restarts=restarts, **about),)
         plan: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             plan = sound_plan(tomllib.loads(files.plan.read_text(encoding="utf-8")))
@@ -174,16 +180,6 @@ def run_reader(run: str) -> Iterator[RunReader]:
         return
     with tempfile.TemporaryDirectory(prefix="shoal-run-") as folder:
         yield RunReader(Path(folder), address=run)
-
-
-def _starting(last: Attempt, begun: tuple[float, bool], now: float) -> tuple[Attempt, ...]:
-    """Return the attempt whose ranks are still starting, since only started ranks write a line."""
-    since, is_restart = begun
-    if last.began_at >= since:
-        return ()
-    about = {name: getattr(last, name) for name in ("num_steps", "world_size", "host", "device", "threads", "cores")}
-    restarts = last.restarts + 1 if is_restart else 0
-    return (Attempt(started_at=min(since, now), began_at=now, resumed_from=last.step, restarts=restarts, **about),)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -15,18 +15,10 @@ import pytest
 
 import shoal
 from shoal.cli.main import _parser, main
-from shoal.cli.options import (
-    EvaluateOptions,
-    ExportOptions,
-    PlanOptions,
-    PredictOptions,
-    RunOptions,
-    option_names,
-    options_from,
-    options_of,
-)
+from shoal.cli.options import EvaluateOptions, ExportOptions, PlanOptions, PredictOptions, RunOptions
 from shoal.errors import CommandError, JobError, JobFileError, LaunchError, RunDirectoryError, SettingError, ShoalError
 from shoal.plans.plan import read_plan
+from shoal.runs.options import option_names, options_from, options_of
 
 # Options of the command that are no keywords: what is so in Python instead.
 INSTEAD: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ import pytest
 from tests.unit import option_pages
 from tests.unit.option_pages import CALL, PAGE, ROOT, written_call, written_page
 
-from shoal.cli.options import RunOptions, arguments_of, options_from
+from shoal.cli.options import RunOptions
 from shoal.errors import CommandError
-from shoal.runs.options import Course, Origin, course_of, declared
+from shoal.runs.options import Course, Origin, arguments_of, course_of, declared, options_from
 
 # Modules that carry the options of a run from the command to their uses: none of them names one of these.
 HANDING_ON = {

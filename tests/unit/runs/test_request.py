@@ -14,7 +14,7 @@ import pytest
 import shoal.hardware.detect
 import shoal.runs.request
 from shoal.cli.main import _parser
-from shoal.cli.options import RunOptions, options_of
+from shoal.cli.options import RunOptions
 from shoal.cli.run.start import requested
 from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError, SettingError, SettingWarning
 from shoal.hardware.detect import visible_gpus
@@ -24,7 +24,7 @@ from shoal.plans.plan import AXES, plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.runs.directory import RunDirectory
 from shoal.runs.directory_lock import about
-from shoal.runs.options import Origin
+from shoal.runs.options import Origin, options_of
 from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
 
 

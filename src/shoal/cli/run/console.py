@@ -194,7 +194,14 @@ def introduce(
         if plan.serves
         else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
-    reporter.note(f"  summation   {mode}{_compressed(engine)}")
+    compression, compressed = engine.strategy.compression, ""
+    if compression is not None and compression.fell_back is not None:
+        fell_back = f"fell back to uncompressed sums at step {compression.fell_back['step']}"
+        compressed = f"; {compression.scheme} {fell_back}"
+    elif compression is not None:
+        feedback = " with error feedback" if compression.feedback else ""
+        compressed = f", compressed to {compression.scheme}{feedback}"
+    reporter.note(f"  summation   {mode}{compressed}")
     if plan.serves:
         servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
         reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
@@ -262,13 +269,3 @@ def conclude(
         command = f"shoal run {request.what.job.target}:{function} --resume --out {request.where.shown}"
         call = f"shoal.run({function}, resume=True, out={request.where.shown!r})"
         reporter.note(f"resume with: {command if request.what.job.handed is None else call}")
-
-
-def _compressed(engine: Engine) -> str:
-    compression = engine.strategy.compression
-    if compression is None:
-        return ""
-    if compression.fell_back is not None:
-        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
-    feedback = " with error feedback" if compression.feedback else ""
-    return f", compressed to {compression.scheme}{feedback}"

@@ -217,16 +217,14 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
         before = load(replace(request, settings=tuple(given.items())))
     if before.settings != old or _left_behind() != behind:
         return None
-    jobs = [replace(one.job, callbacks=[_of_no_length(own) for own in one.job.callbacks]) for one in (before, now)]
+    jobs = []
+    for one in (before, now):
+        callbacks = [copy.copy(callback) for callback in one.job.callbacks]
+        for callback in callbacks:  # a resume may change lengths
+            for name in LENGTHS.get(type(callback).__name__, ()):
+                setattr(callback, name, None)
+        jobs.append(replace(one.job, callbacks=callbacks))
     return [field for field in differing_fields(*jobs) if field not in FREE]
-
-
-def _of_no_length(callback: Any) -> Any:
-    """Return a copy of a callback without lengths, which a resume may change."""
-    without_length = copy.copy(callback)
-    for name in LENGTHS.get(type(callback).__name__, ()):
-        setattr(without_length, name, None)
-    return without_length
 
 
 def _left_behind() -> list[Any]:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.cli.options import RunOptions, arguments_of
+from shoal.cli.options import RunOptions
 from shoal.errors import ExitCode, LaunchError, ShoalError
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import cores
-from shoal.hardware.values import Cluster
 from shoal.launch.environment import INSIDE, LAUNCHER_PID, Environment
 from shoal.launch.environments.torchrun import TORCHRUN
 from shoal.launch.launchers.base import Submission, launcher
@@ -24,7 +23,7 @@ from shoal.launch.supervise.ranks import LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery, verdict
 from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
-from shoal.runs.options import Origin
+from shoal.runs.options import Origin, arguments_of
 from shoal.runs.request import RunRequest, devices_here
 
 # Options of this call that the ranks' command does not get.
@@ -68,7 +67,15 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
     fixed = replace(options, out=options.address or str(request.where.out.absolute()))
     if request.origin("layout") is Origin.CHOSEN:
         fixed = replace(fixed, devices=request.what.plan.num_processes)
-    cluster = _cluster_of(request)
+    cluster, name = None, request.what.plan.prediction.get("cluster")
+    if request.origin("plan") is Origin.FILE and isinstance(name, str) and name != "here":
+        try:
+            cluster = find_cluster(name)
+        except ShoalError:
+            print(
+                f"note: the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for",
+                file=sys.stderr,
+            )
     if least is not None:
         fixed = replace(fixed, devices=f"{least}:{request.what.plan.num_processes}")
     return Submission(
@@ -86,21 +93,6 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
         max_restarts=options.max_restarts,
         address=options.address,
     )
-
-
-def _cluster_of(request: RunRequest) -> Cluster | None:
-    """Return the cluster that the plan was made for, or None if it is unknown."""
-    name = request.what.plan.prediction.get("cluster")
-    if request.origin("plan") is not Origin.FILE or not isinstance(name, str) or name == "here":
-        return None
-    try:
-        return find_cluster(name)
-    except ShoalError:
-        print(
-            f"note: the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for",
-            file=sys.stderr,
-        )
-        return None
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:

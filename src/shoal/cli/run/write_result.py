@@ -77,6 +77,11 @@ class Result:
         median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
         predicted = {} if served is not None else engine.plan.prediction  # the planner does not support servers
         compression = engine.strategy.compression
+        early, wanted = None, engine.order.samples_before(num_steps)
+        is_stream = engine.num_train_samples is None
+        if is_stream and outcome.status == "completed" and not outcome.ended_by and state.samples < wanted:
+            early = {"steps": state.step, "wanted_steps": num_steps}
+            early |= {"samples": state.samples, "wanted_samples": wanted}
         record = RunRecord(
             status="failed" if outcome.unsaved else outcome.status,
             error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
@@ -104,7 +109,7 @@ class Result:
             computation=state.computation,
             versions=versions(),
             server=served,
-            ended_early=_ended_early(engine, outcome, num_steps),
+            ended_early=early,
             ended_by=outcome.ended_by,
         )
         kind = kind_of(engine.mesh.device.type)
@@ -167,19 +172,6 @@ class Result:
 
 def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
     return {k: v for k, v in to_json(error, rank, platform.node()).items() if k != "traceback"}
-
-
-def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
-    """Return the wanted and actual lengths if a stream was shorter than the run's length, else None."""
-    wanted, state = engine.order.samples_before(num_steps), outcome.state
-    if (
-        engine.num_train_samples is not None
-        or outcome.status != "completed"
-        or outcome.ended_by
-        or state.samples >= wanted
-    ):
-        return None
-    return {"steps": state.step, "wanted_steps": num_steps, "samples": state.samples, "wanted_samples": wanted}
 
 
 def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def _read(variables: Mapping[str, str]) -> list[tuple[EnvironmentReader, Environ
     """Return the environments in the variables, the innermost first. Raises: LaunchError."""
     readings: list[tuple[EnvironmentReader, Environment]] = []
     for reader in READERS:
+        if not any(name in variables for name in reader.marks):
+            continue
         try:
             environment = reader.read(variables)
         except LaunchError:

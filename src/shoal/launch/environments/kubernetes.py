@@ -64,4 +64,4 @@ def _ranks(variables: Mapping[str, str]) -> int:
     return devices_here() if text in _ALL_DEVICES else max(1, numbers_of(variables, [_RANKS]).get(_RANKS, 1))
 
 
-KUBERNETES = EnvironmentReader("Kubernetes", _HOST, _HOSTS, read)
+KUBERNETES = EnvironmentReader("Kubernetes", _HOST, _HOSTS, read, marks=(_HOSTS, _INDEX))

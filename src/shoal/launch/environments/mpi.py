@@ -105,5 +105,7 @@ def _proxy() -> int:
     return os.getppid()
 
 
-OPEN_MPI = EnvironmentReader("Open MPI's mpirun", _OMPI_RANK, _OMPI_SIZE, _read_open_mpi, nests=True)
-PMI = EnvironmentReader("MPICH's mpirun", _PMI_RANK, _PMI_SIZE, _read_pmi, nests=True)
+OPEN_MPI = EnvironmentReader(
+    "Open MPI's mpirun", _OMPI_RANK, _OMPI_SIZE, _read_open_mpi, nests=True, marks=(_OMPI_SIZE,)
+)
+PMI = EnvironmentReader("MPICH's mpirun", _PMI_RANK, _PMI_SIZE, _read_pmi, nests=True, marks=(_PMI_SIZE,))

@@ -17,7 +17,8 @@ class EnvironmentReader:
     """Variables of an engine: `read` returns the environment, or None if they do not describe several processes.
 
     `rank_name` and `size_name` are the variables that messages show. `nests`: whether another engine's processes, one
-    on each host, may start this engine's processes.
+    on each host, may start this engine's processes. `marks`: variables of which at least one is set in each process
+    that `read` does not pass over.
     """
 
     title: str  # the usual name: "torchrun", "Slurm's srun"
@@ -25,6 +26,7 @@ class EnvironmentReader:
     size_name: str
     read: Callable[[Mapping[str, str]], Environment | None]
     nests: bool = False
+    marks: tuple[str, ...] = ()
 
     def shown(self, variables: Mapping[str, str]) -> str:
         """Return the two variables with their values."""

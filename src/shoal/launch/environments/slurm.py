@@ -67,4 +67,4 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-SLURM = EnvironmentReader("Slurm's srun", "SLURM_PROCID", _SIZE, read)
+SLURM = EnvironmentReader("Slurm's srun", "SLURM_PROCID", _SIZE, read, marks=(_SIZE, "SLURM_STEP_ID"))

@@ -67,6 +67,7 @@ def _read(variables: Mapping[str, str], engines: Collection[str] = ()) -> Enviro
     )
 
 
-TORCHRUN = EnvironmentReader("torchrun", "RANK", "WORLD_SIZE", _read, nests=True)
-RAY = EnvironmentReader("Ray", "RANK", "WORLD_SIZE", partial(_read, engines=("ray",)), nests=True)
-SPARK = EnvironmentReader("Spark", "RANK", "WORLD_SIZE", partial(_read, engines=("spark",)), nests=True)
+_MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TORCHRUN = EnvironmentReader("torchrun", "RANK", "WORLD_SIZE", _read, nests=True, marks=_MARKS)
+RAY = EnvironmentReader("Ray", "RANK", "WORLD_SIZE", partial(_read, engines=("ray",)), nests=True, marks=_MARKS)
+SPARK = EnvironmentReader("Spark", "RANK", "WORLD_SIZE", partial(_read, engines=("spark",)), nests=True, marks=_MARKS)

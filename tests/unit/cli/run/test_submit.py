@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import _parser
-from shoal.cli.options import RunOptions, arguments_of, options_of
+from shoal.cli.options import RunOptions
 from shoal.cli.run.start import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
 from shoal.jobs.job_file import JobRequest, setting_of
 from shoal.jobs.job_object import HandedJob
 from shoal.plans import Plan
+from shoal.runs.options import arguments_of, options_of
 
 GIVEN = [
     "job.py:made",
