@@ -159,8 +159,20 @@ class Training:
                 conflict="there is no directory to resume from",
                 remedy='write checkpoints="runs/mine" too, the directory that the first run kept them in',
             )
-
-        self._refuse_counts()
+        for name, none, write in (("checkpoint_every", None, "500"), ("keep_checkpoints", "all", '3 or "all"')):
+            value = getattr(self, name)
+            if self.checkpoints is None and value != getattr(type(self), name):
+                raise JobError(
+                    given=f"{name}={value!r:.40} without checkpoints",
+                    conflict="none are written",
+                    remedy='write checkpoints="runs/mine" too',
+                )
+            if value != none and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise JobError(
+                    given=f"Session({name}={value!r:.40})",
+                    conflict=f"{name} is a whole number of at least 1",
+                    remedy=f"write {name}={write}, say",
+                )
         mistake = next(callback_mistakes(self.callbacks), None)
         best = None if mistake or self.checkpoints is not None else watched_by(self.callbacks)
         if best is not None:
@@ -186,25 +198,8 @@ class Training:
             "allow_state",
         )
 
-        told = {name: getattr(self, name) for name in own}
-        return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
-
-    def _refuse_counts(self) -> None:
-        """Raise JobError for an invalid or ineffective `checkpoint_every` or `keep_checkpoints`."""
-        for name, none, write in (("checkpoint_every", None, "500"), ("keep_checkpoints", "all", '3 or "all"')):
-            value = getattr(self, name)
-            if self.checkpoints is None and value != getattr(type(self), name):
-                raise JobError(
-                    given=f"{name}={value!r:.40} without checkpoints",
-                    conflict="none are written",
-                    remedy='write checkpoints="runs/mine" too',
-                )
-            if value != none and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise JobError(
-                    given=f"Session({name}={value!r:.40})",
-                    conflict=f"{name} is a whole number of at least 1",
-                    remedy=f"write {name}={write}, say",
-                )
+        fields_of_job = {name: getattr(self, name) for name in own}
+        return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **fields_of_job)
 
 
 class Prepared:
@@ -221,25 +216,25 @@ class Prepared:
             raise _refused(
                 "nothing", "prepare() without arguments prepares nothing", "give the model and the optimizer"
             )
-        taken = [adapted(thing) for thing in objects]
-        for thing in taken:
+        prepared = [adapted(thing) for thing in objects]
+        for thing in prepared:
             refuse(thing)
-        counts = Counter(map(id, [*self.models, *self.optimizers, *self.schedulers, *taken]))
-        twice = next((thing for thing in taken if counts[id(thing)] > 1), None)
+        counts = Counter(map(id, [*self.models, *self.optimizers, *self.schedulers, *prepared]))
+        twice = next((thing for thing in prepared if counts[id(thing)] > 1), None)
         if twice is not None:
             raise _refused(
                 f"the same {type(twice).__name__} twice",
                 "what is prepared is on its device, and has rank 0's values, already",
                 "give each model, optimizer and scheduler once",
             )
-        models = [thing for thing in taken if isinstance(thing, nn.Module)]
+        models = [thing for thing in prepared if isinstance(thing, nn.Module)]
         self.models += models
-        for optimizer in [thing for thing in taken if isinstance(thing, Optimizer)]:
+        for optimizer in [thing for thing in prepared if isinstance(thing, Optimizer)]:
             to_train(optimizer)
             begin(optimizer)
             self.optimizers.append(optimizer)
-        self.schedulers += [thing for thing in taken if isinstance(thing, LRScheduler)]
-        return taken, models
+        self.schedulers += [thing for thing in prepared if isinstance(thing, LRScheduler)]
+        return prepared, models
 
     def root(self) -> nn.Module:
         """Return the model, or one module of several models under the names model0, model1 and so on."""
@@ -308,14 +303,14 @@ class Prepared:
 
     def index(self, optimizer: Any) -> int:
         """Return the index of a prepared optimizer. Raises: JobError."""
-        found = next((number for number, own in enumerate(self.optimizers) if own is optimizer), None)
-        if found is None:
+        position = next((number for number, own in enumerate(self.optimizers) if own is optimizer), None)
+        if position is None:
             raise JobError(
                 given=f"step.batches() with a {type(optimizer).__name__} that was not prepared",
                 conflict="a pass over the batches updates optimizers of this session",
                 remedy="write step.batches(optimizer) with what prepare() has given",
             )
-        return found
+        return position
 
 
 def refuse(thing: Any) -> None:

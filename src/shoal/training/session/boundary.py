@@ -18,7 +18,7 @@ from shoal.numerics.precision import LossScale
 from shoal.training.callbacks.base import RunFacts
 from shoal.training.callbacks.calls import CallbackCalls, Settled
 from shoal.training.session.arguments import Prepared
-from shoal.training.session.meeting import Asked, Meeting, Word, meet
+from shoal.training.session.meeting import Meeting, StopRequests, Word, meet
 from shoal.training.session.passes import Base, BatchPasses, Chosen
 from shoal.training.session.recording import SessionRecords
 from shoal.training.session.saving import Saving
@@ -59,7 +59,7 @@ class LoopBoundary:
         model, strategy = passes.sharded_model, passes.ways.strategy
         self.saving = Saving(base, prepared, model, loader, strategy, callbacks=self.callbacks)
         self.records = SessionRecords(base, clock, order)
-        self.asked, self.current = Asked(), CurrentStep()
+        self.stop_requests, self.current = StopRequests(), CurrentStep()
         self.status = "failed"
         self.error: BaseException | None = None
         self.is_closed = self.has_started = False
@@ -96,7 +96,7 @@ class LoopBoundary:
         # Nothing can be saved between two updates of a step: a request waits for the last update.
         word = Word(
             leaves=leaves,
-            asked=bool(self.asked.received) and (leaves or not turns),
+            stop_requested=bool(self.stop_requests.received) and (leaves or not turns),
             clean=not turns,
             step=self.state.step,
             requests=0 if turns else self.callbacks.request_bits,
@@ -116,7 +116,7 @@ class LoopBoundary:
         if any(other.leaves for other in meeting.words):
             raise meeting.left(self.state.step)
         self.status = "preempted"
-        raise self.asked.end()
+        raise self.stop_requests.end()
 
     def serve(self, meeting: Meeting) -> None:
         """Follow the requests of any rank's callbacks after a finished step, and save a checkpoint that is due.

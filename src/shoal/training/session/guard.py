@@ -1,4 +1,4 @@
-"""Guards of a Session's loop against gradient and optimizer calls that the Session makes itself."""
+"""Guards of a Session's loop: calls that the Session makes itself, changed gradients, and state outside of buffers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserCodeError
+from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.training.microbatch.look import LATER_STEPS, find_state, turned
 
 # Calls that a loop must leave to its Session: what was given, what it conflicts with, what to write.
 _GUARDED = {
@@ -101,9 +105,9 @@ class LoopWatch:
         self._gradients = []
         self._rates = _rates(optimizers)
 
-    def note(self, parameters: Sequence[Tensor], *, taken: bool = False) -> None:
-        """Record the gradients as the session has left them. `taken`: it has moved them; zeros take their place."""
-        for parameter in parameters if taken else ():
+    def note(self, parameters: Sequence[Tensor], *, moved: bool = False) -> None:
+        """Record the gradients as the session has left them. `moved`: it has moved them; zeros take their place."""
+        for parameter in parameters if moved else ():
             if parameter.grad is None:
                 parameter.grad = self._blanks.setdefault(id(parameter), torch.zeros_like(parameter))
         self._gradients = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
@@ -133,5 +137,41 @@ class LoopWatch:
 
 
 def _rates(optimizers: Sequence[Optimizer]) -> list[Any]:
-    found = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
-    return [rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate for rate in found]
+    rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
+    return [rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate for rate in rates]
+
+
+class ForwardWatch:
+    """Watch over a Session's prepared models. Their forwards are unknown until the loop calls them."""
+
+    def __init__(self, models: Sequence[nn.Module], allow_state: Sequence[str]) -> None:
+        self._models, self._allow_state = list(models), tuple(allow_state)
+        self._calls: dict[nn.Module, tuple[Any, Any]] = {}
+        self._handles: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Store the inputs of each model's first forward in step `step`, counted from 0, if the step is checked."""
+        if step + 1 in (1, *LATER_STEPS):
+            self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._models]
+
+    def _note(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._calls.setdefault(model, (copy_of(args), copy_of(kwargs)))
+
+    def end(self) -> None:
+        """Repeat the stored forwards from the state that they left. Raises: JobError for state that matters."""
+        for handle in self._handles:
+            handle.remove()
+        calls, self._calls, self._handles = self._calls, {}, []
+        for model, call in calls.items():
+
+            def run(given: Any, model: nn.Module = model) -> tuple[float, ...]:
+                args, kwargs = copy_of(given)
+                with torch.no_grad():
+                    leaves = tree_leaves(model(*args, **kwargs))
+                return tuple(float(bits_checksum([leaf])) for leaf in leaves if isinstance(leaf, Tensor))
+
+            one, other = functools.partial(run, call), functools.partial(run, turned(call))
+            with NoTrace(model, {}) as isolation:
+                first = one()
+                find_state(isolation, other, one, first, self._allow_state)

@@ -93,7 +93,7 @@ class Loop:
         boundary, current = self.boundary, self._current
         self._guard = Guard(self._prepared.optimizers, lambda: current.is_open)
         try:
-            with boundary.asked.noted(boundary.saving.keeps):
+            with boundary.stop_requests.noted(boundary.saving.keeps):
                 boundary.start()
                 while (data := self._next()) is not None:
                     step = SessionStep(self, data)
@@ -125,8 +125,8 @@ class Loop:
                 if not meeting.clean:
                     raise meeting.behind(boundary.state.step)
                 boundary.status = "completed"
-                if any(word.asked for word in meeting.words):
-                    raise boundary.asked.end()
+                if any(word.stop_requested for word in meeting.words):
+                    raise boundary.stop_requests.end()
         except BaseException as error:
             boundary.error = boundary.error or error
             raise
@@ -217,7 +217,7 @@ class Loop:
         state, first = boundary.state, not current.turns
         values = group_values(self._prepared.optimizers) if mesh.world_size > 1 else []
         bits = float(sum(1 << number for number in chosen))
-        due = first and boundary.saving.due(state.step)
+        due = first and boundary.saving.keeper.due(state.step)
         meeting = boundary.meet(checkpoint=due, passes=bits, groups=number_of(values))
         if meeting.differ("passes"):
             boundary.fail(
@@ -333,7 +333,7 @@ class Loop:
                 self._count()
             meeting = boundary.meet(leaves=True)
             current.is_over = True
-            boundary.asked.elsewhere = any(word.asked for word in meeting.words)
+            boundary.stop_requests.elsewhere = any(word.stop_requested for word in meeting.words)
             boundary.save(live=live, clean=meeting.clean)
         except ShoalError as error:  # an error raised while the generator closes would be lost
             current.is_over = True

@@ -27,7 +27,7 @@ _DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.
 }
 
 
-class Asked:
+class StopRequests:
     """Signals that have arrived. The second signal of a kind has its default effect, unless a launcher sends them.
 
     A launcher kills a rank that has to end at once. What it hands on may have arrived from a scheduler before.
@@ -96,14 +96,14 @@ class Asked:
 class Word:
     """One rank's contribution to a meeting, as numbers; flags are 0 or 1.
 
-    `leaves`: the rank's loop has ended. `asked`: a signal requested a stop. `error`: the rank's data could not be read.
+    `leaves`: the rank's loop has ended. `stop_requested`: by a signal. `error`: the rank's data could not be read.
     `step`: number of finished steps. `clean`: the state is exactly the state after these steps.
     `passes`: the optimizers of the pass that begins, one bit each. `groups`: a hash of their groups' values.
     `requests`: the requests of callbacks, one bit each.
     """
 
     leaves: float = False
-    asked: float = False
+    stop_requested: float = False
     error: float = False
     has_data: float = True
     checkpoint: float = False
@@ -124,7 +124,7 @@ class Meeting:
     @property
     def ends(self) -> bool:
         """Whether any rank leaves, or was requested to stop."""
-        return any(word.leaves or word.asked for word in self.words)
+        return any(word.leaves or word.stop_requested for word in self.words)
 
     @property
     def requests(self) -> int:
@@ -173,16 +173,16 @@ def meet(mesh: Mesh, word: Word, row: list[float]) -> Meeting:
 
 def groups_differ(mesh: Mesh, values: list[dict[str, str]], step: int) -> JobError:
     """Return the error for parameter groups that differ between ranks. Collective: all ranks, a JSON gather."""
-    told = mesh.gather_json(values)
-    found = "their number"
-    for rank, other in enumerate(told):
-        for number, (mine, theirs) in enumerate(zip(told[0], other, strict=False)):
+    rows = mesh.gather_json(values)
+    difference = "their number"
+    for rank, other in enumerate(rows):
+        for number, (mine, theirs) in enumerate(zip(rows[0], other, strict=False)):
             key = next((k for k in mine if mine[k] != theirs.get(k)), None)
             if key is not None:
-                found = f"group {number}: {key} = {mine[key]} on rank 0 and {theirs.get(key)} on rank {rank}"
+                difference = f"group {number}: {key} = {mine[key]} on rank 0 and {theirs.get(key)} on rank {rank}"
                 break
     return JobError(
-        given=f"parameter groups that differ between the ranks before step {step}: {found}",
+        given=f"parameter groups that differ between the ranks before step {step}: {difference}",
         conflict="every rank makes the same update, or the models drift apart",
         remedy="change groups, and step schedulers, by what is the same on all ranks: step.loss, session.evaluate()",
     )

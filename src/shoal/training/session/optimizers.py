@@ -48,10 +48,6 @@ class _States(MutableMapping[Tensor, Any]):
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
-    def clear(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-
 
 class Several:
     """Several optimizers with the interface of one. No parameter is in two of them."""
@@ -149,23 +145,22 @@ class Groups:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [part for optimizer in optimizers for part in parts(optimizer).values()]
-        self._held = [[(group, _copied(group)) for group in part.param_groups] for part in self._optimizers]
+        self._copies = [[(group, _copied(group)) for group in part.param_groups] for part in self._optimizers]
 
     def put_back(self) -> None:
         """Restore the groups, and remove groups that were added since."""
-        for optimizer, held in zip(self._optimizers, self._held, strict=True):
-            optimizer.param_groups[:] = [group for group, _ in held]
-            for group, values in held:
-                kept = _copied(values)
+        for optimizer, copies in zip(self._optimizers, self._copies, strict=True):
+            optimizer.param_groups[:] = [group for group, _ in copies]
+            for group, values in copies:
                 group.clear()
-                group.update(kept)
+                group.update(_copied(values))
 
     def put_changes(self, since: Groups) -> None:
         """Apply the changes between the copies `since` and this one to the groups, and leave other values alone."""
-        for optimizer, held, earlier in zip(self._optimizers, self._held, since._held, strict=True):
+        for optimizer, copies, earlier in zip(self._optimizers, self._copies, since._copies, strict=True):
             before = {id(group): values for group, values in earlier}
-            optimizer.param_groups[:] = [group for group, _ in held]
-            for group, values in held:
+            optimizer.param_groups[:] = [group for group, _ in copies]
+            for group, values in copies:
                 old = before.get(id(group), {})
                 group.update({k: v for k, v in _copied(values).items() if k not in old or not _same(v, old[k])})
 
@@ -185,21 +180,19 @@ def _same(a: Any, b: Any) -> bool:
 
 def group_values(optimizers: Sequence[Optimizer]) -> list[dict[str, str]]:
     """Return the groups' values except their parameters, as text that can be compared between ranks."""
-    found = []
-    for optimizer in optimizers:
-        for group in groups_of(optimizer):
-            rest = {key: _told(value) for key, value in group.items() if key != "params"}
-            trained = sum(p.numel() for p in group["params"] if p.requires_grad)
-            found.append({**rest, "trainable elements": str(trained)})
-    return found
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, Tensor):
-        small = value.device.type == "cpu" and value.numel() <= _FEW
-        return repr(value.tolist()) if small else f"{value.dtype} {list(value.shape)}"
-    plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
-    return repr(value) if plain else type(value).__name__
+    rows = []
+    for group in (group for optimizer in optimizers for group in groups_of(optimizer)):
+        texts = {}
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                is_small = value.device.type == "cpu" and value.numel() <= _FEW
+                texts[key] = repr(value.tolist()) if is_small else f"{value.dtype} {list(value.shape)}"
+            elif key != "params":
+                is_plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
+                texts[key] = repr(value) if is_plain else type(value).__name__
+        texts["trainable elements"] = str(sum(p.numel() for p in group["params"] if p.requires_grad))
+        rows.append(texts)
+    return rows
 
 
 def number_of(values: list[dict[str, str]]) -> float:

@@ -35,9 +35,8 @@ from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
 from shoal.training.observer import Observer
 from shoal.training.session.arguments import Prepared, Training
-from shoal.training.session.guard import LoopWatch
+from shoal.training.session.guard import ForwardWatch, LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
-from shoal.training.session.state import ForwardWatch
 from shoal.training.setup.choices import CopyNeed, copy_need
 from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update, Updater
@@ -56,7 +55,6 @@ class Base:
     training: Training
     job: Job
     replay: Replay | None
-    says_workers: bool = False  # whether the plan sets the number of processes that read data
     older: bool = False
 
     @property
@@ -90,7 +88,7 @@ class UpdateWays:
         """Construct the update of each single optimizer. Raises: JobError, PlanError. Collective: all ranks."""
         self._base, self._prepared, self._sharded_model, self._observer = base, prepared, sharded_model, observer
         self._mark = mark
-        self._made: dict[Chosen, UpdateWay] = {}
+        self._ways: dict[Chosen, UpdateWay] = {}
         self._first = self._all_trained()
         if len(prepared.optimizers) > 1 and base.plan.collectives.compression != "none":
             raise PlanError(
@@ -117,11 +115,20 @@ class UpdateWays:
         Collective: all ranks, as the strategy, if the update is new.
         """
         base, optimizers = self._base, [self._prepared.optimizers[number] for number in chosen]
-        trained, known = _trained(optimizers), self._made.get(chosen)
+        trained, known = _trained(optimizers), self._ways.get(chosen)
         if known is not None and known.trained == trained:
             return known
         self._prepared.check_parameters()
-        self._refuse_changes()
+        plan = base.plan
+        divides = plan.num_owners > 1 or plan.collectives.compression != "none"
+        if divides and self._all_trained() != self._first:
+            how = "shard" if plan.layout.shard > 1 else "collectives.compression"
+            how = "memory.shared" if plan.shares_memory else how
+            raise JobError(
+                given=f"parameters that were frozen or unfrozen in the midst of the training, with {how}",
+                conflict="what ranks keep for each parameter was divided among them before the first step",
+                remedy="set requires_grad before session.steps(), or use the data axis without compression",
+            )
         if not trained:
             raise JobError(
                 given=f"a pass that updates {', '.join(type(o).__name__ for o in optimizers)}",
@@ -145,8 +152,8 @@ class UpdateWays:
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._sharded_model, exact=exact, stepper=stepper)
         others = tuple(p for _, p in named if id(p) not in mine)
-        self._made[chosen] = UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
-        return self._made[chosen]
+        self._ways[chosen] = UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
+        return self._ways[chosen]
 
     def _refuse_copies(self, prepared: Prepared) -> None:
         """Raise JobError for models and optimizers that one copy on a host does not allow."""
@@ -167,26 +174,14 @@ class UpdateWays:
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._sharded_model.parameters() if p.requires_grad)
 
-    def _refuse_changes(self) -> None:
-        plan = self._base.plan
-        if self._all_trained() == self._first or not (plan.num_owners > 1 or plan.collectives.compression != "none"):
-            return
-        how = "shard" if plan.layout.shard > 1 else "collectives.compression"
-        how = "memory.shared" if plan.shares_memory else how
-        raise JobError(
-            given=f"parameters that were frozen or unfrozen in the midst of the training, with {how}",
-            conflict="what ranks keep for each parameter was divided among them before the first step",
-            remedy="set requires_grad before session.steps(), or use the data axis without compression",
-        )
-
     @property
     def strategy(self) -> Strategy:
         """Some strategy. All of them agree on which rank updates a parameter."""
-        return next(iter(self._made.values())).strategy
+        return next(iter(self._ways.values())).strategy
 
     def close(self) -> None:
         """Remove the strategies' hooks."""
-        for way in self._made.values():
+        for way in self._ways.values():
             way.strategy.close()
 
 
@@ -264,20 +259,17 @@ class BatchPasses:
             self._replay()
         self._way: UpdateWay = self.ways.of(chosen)
         self._way.stepper.turn = turn
-        parts = self._parts(strategy=self._way.strategy, computer=self._computer(turn))
+        # The loop computes the loss. Each microbatch is seeded, differently in each pass.
+        job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
+        policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
+        by_position = policy.by_position and not base.older
+        policy = replace(policy, randomness="scoped" if base.training.fuse else "opaque", by_position=by_position)
+        computer = LoopComputer(job, self._root, base.precision, policy)
+        parts = self._parts(strategy=self._way.strategy, computer=computer)
         self._passes = ForwardBackward(parts, loss_scale.factor(base.job.global_batch))
         self._passes.begin(step)
         self._observer.begin(self._count, self._passes.factor)
         self._states.begin(step)
-
-    def _computer(self, turn: int) -> LoopComputer:
-        """Return the computer that seeds each microbatch, differently in each pass; the loop computes the loss."""
-        base, fuse = self._base, self._base.training.fuse
-        job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
-        policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
-        by_position = policy.by_position and not base.older
-        policy = replace(policy, randomness="scoped" if fuse else "opaque", by_position=by_position)
-        return LoopComputer(job, self._root, base.precision, policy)
 
     def _replay(self) -> None:
         """Restore the state of the replayed run, and reapply the loop's own changes of the groups."""
@@ -301,12 +293,12 @@ class BatchPasses:
                 microbatches = replay.order(microbatches)
             for number in range(count):
                 self._clock.mark("data_wait")
-                self._microbatch, self._taken = next(microbatches), False
+                self._microbatch, self._has_loss = next(microbatches), False
                 self._last = number == count - 1
                 loaded = LoadedMicrobatch(self._microbatch, functools.partial(precision.inputs, self._microbatch.batch))
                 with self._passes.scope(loaded) as batch, precision.autocast():
                     yield batch
-                    if not self._taken:
+                    if not self._has_loss:
                         raise UserCodeError(
                             given=f"a batch of step {self._microbatch.step + 1} without step.backward(total, weight)",
                             conflict="every batch belongs to the step's gradient",
@@ -331,7 +323,7 @@ class BatchPasses:
     def backward(self, number: int, total: Tensor, weight: Tensor | float | None) -> None:
         """Add the current batch's loss. Raises: LossError; UserCodeError without a batch, or for a second call."""
         microbatch = self._microbatch
-        if microbatch is None or self._taken:
+        if microbatch is None or self._has_loss:
             raise UserCodeError(
                 given=f"step.backward() of step {number} "
                 + ("a second time for the same batch" if microbatch is not None else "without a batch"),
@@ -339,9 +331,9 @@ class BatchPasses:
                 remedy="call it once within the loop over the batches; add losses up to one total",
             )
         total, weight = check_pair("loss", total if weight is None else (total, weight))
-        self._taken = True
+        self._has_loss = True
         self._passes.add(microbatch, total, weight, last=self._last)
-        self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
+        self._watch.note(self._way.parameters, moved=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:
         """Compute the schedule's multiplier for the coming update. A failure goes to `error` before the ranks sum."""

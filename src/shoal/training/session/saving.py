@@ -8,14 +8,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint.keeper import Keeper, Trained
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.state import TENSOR, decode, encode
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
-from shoal.errors import RunDirectoryError, StorageError
+from shoal.errors import JobMismatchError, RunDirectoryError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -25,7 +31,6 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.optimizers import Groups, as_one
 from shoal.training.session.passes import Base
-from shoal.training.session.schedulers import Schedulers
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,40 @@ def resumed(training: Training) -> Resumed:
     store = Store(Path(training.checkpoints))
     for step in reversed(store.steps()):
         with contextlib.suppress(ManifestError):
-            found = store.open(step).document["run"].get("grains")
-            return Resumed(found or FEW_GRAINS, older=found is None)
+            grains = store.open(step).document["run"].get("grains")
+            return Resumed(grains or FEW_GRAINS, older=grains is None)
     return Resumed()
+
+
+class Schedulers:
+    """Schedulers of a Session, in the order of `prepare`."""
+
+    def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
+        self._schedulers = list(schedulers)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the schedulers' state as a JSON value. Raises: UserCodeError for a state that has none."""
+
+        def leaf(path: str, tensor: Tensor) -> dict[str, Any]:
+            return {TENSOR: tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+        named = [(type(scheduler).__name__, scheduler) for scheduler in self._schedulers]
+        return [{"kind": kind, "state": encode(s.state_dict(), kind, "scheduler", leaf)} for kind, s in named]
+
+    def restore(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Restore the value of `state`. Raises: JobMismatchError for the state of other schedulers."""
+        mine, theirs = [type(s).__name__ for s in self._schedulers], [document["kind"] for document in saved]
+        if mine != theirs:
+            raise JobMismatchError(
+                given=f"a session with the schedulers {', '.join(mine) or 'none'}",
+                conflict=f"the checkpoint is of one with {', '.join(theirs) or 'none'}",
+                remedy="give prepare() the schedulers that the training began with, in that order, or start anew with "
+                "another checkpoints=",
+            )
+        for scheduler, document in zip(self._schedulers, saved, strict=True):
+            scheduler.load_state_dict(
+                decode(document["state"], lambda t: torch.tensor(t[TENSOR], dtype=getattr(torch, t["dtype"])))
+            )
 
 
 class Trainable:
@@ -91,9 +127,9 @@ class Saving:
     ) -> None:
         """Open the checkpoint directory. Raises: JobError for schedulers with a state that cannot be stored."""
         folder = base.training.checkpoints if base.replay is None else None  # none in a verification
-        kept = base.training.keep_checkpoints
-        store = None if folder is None else Store(Path(folder), None if kept == "all" else kept)
-        self._held = contextlib.ExitStack()
+        limit = base.training.keep_checkpoints
+        store = None if folder is None else Store(Path(folder), None if limit == "all" else limit)
+        self._lock = contextlib.ExitStack()
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
@@ -105,9 +141,9 @@ class Saving:
         try:
             if store is not None:
                 together(base.mesh, lambda: self._take(store, base.training.resume))
-            self._keeper = Keeper(base.mesh, store, trained, base.training.checkpoint_every)
+            self.keeper = Keeper(base.mesh, store, trained, base.training.checkpoint_every)
         except BaseException:
-            self._held.close()
+            self._lock.close()
             raise
         self.mark()
 
@@ -123,7 +159,7 @@ class Saving:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._held.enter_context(claim(store.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
+        self._lock.enter_context(claim(store.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
         store.clean()
         steps = store.steps()
         if steps and not resume:
@@ -135,7 +171,7 @@ class Saving:
 
     def load(self, scale: LossScale) -> RunState | None:
         """Load the newest good checkpoint and return its state. Collective: all ranks. Raises: as Keeper.load."""
-        state, complaints = self._keeper.load(scale)
+        state, complaints = self.keeper.load(scale)
         for complaint in complaints if self._rank == 0 else ():
             warnings.warn(complaint, RuntimeWarning, stacklevel=2)
         self.mark()
@@ -147,10 +183,6 @@ class Saving:
             self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
             self._trainable.mark()
 
-    def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due, as in Keeper."""
-        return self._keeper.due(step)
-
     def regular(self, state: RunState, *, best: bool = False) -> None:
         """Save a checkpoint within the training, with the `best` evaluation so far or not. Collective: all ranks."""
         if not self.keeps:
@@ -158,9 +190,9 @@ class Saving:
         groups, noted = Groups(self._prepared.optimizers), self._schedulers.state()
         self._put_back()
         if best:
-            self._keeper.save_best(state)
+            self.keeper.save_best(state)
         else:
-            self._keeper.save(state)
+            self.keeper.save(state)
         groups.put_back()
         self._schedulers.restore(noted)
 
@@ -176,7 +208,7 @@ class Saving:
         else:
             self._put_back()
         with contextlib.suppress(StorageError):  # the writer has warned; let the code after the loop run
-            self._keeper.save(state, wait=True)
+            self.keeper.save(state, wait=True)
 
     def alone(self, state: RunState) -> str:
         """Save the last checkpoint after other ranks are gone, if rank 0 has all of it; return the result in words."""
@@ -185,7 +217,7 @@ class Saving:
         if not self.keeps:
             return "no checkpoints were asked for"
         self._put_back()
-        why = self._keeper.save_alone(state)
+        why = self.keeper.save_alone(state)
         if why is None:
             return f"step {state.step} was saved, and Session(resume=True) goes on from it"
         return (
@@ -214,5 +246,5 @@ class Saving:
 
     def close(self) -> None:
         """Wait for pending writes, and unlock the directory."""
-        self._keeper.close()
-        self._held.close()
+        self.keeper.close()
+        self._lock.close()

@@ -13,9 +13,7 @@ from typing import Any, TypeVar, Unpack, overload
 from torch import nn
 
 from shoal.checkpoint.whole_optimizer import evaluated_weights
-from shoal.data.loader import Loader
 from shoal.data.opened import begun, in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
-from shoal.data.order import Order
 from shoal.data.source import Opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import open_mesh
@@ -47,22 +45,6 @@ B = TypeVar("B")
 C = TypeVar("C")
 
 
-def open_loader(base: Base, data: Opened, length: Any, epochs: Any) -> tuple[Loader, Order]:
-    """Open the loader of a session's data, and the order of its steps.
-
-    Raises: on every rank, DataError for data that disagree with the session, JobError for an invalid length.
-    Collective: all ranks.
-    """
-    training, mesh = base.training, base.mesh
-    if mesh.rank == 0:
-        warn_of(data.notes, above=1)
-    goal = _length(length, epochs, data)
-    shuffle = together(mesh, lambda: in_new_orders("dataset", data, training.shuffle))
-    order = order_of(data, base.job, goal, shuffle)
-    workers = base.plan.data.workers if data.workers is None or base.says_workers else data.workers
-    return together(mesh, lambda: loader_of(data, order, mesh, workers)), order
-
-
 def _length(length: Any, epochs: Any, data: Opened) -> Length:
     """Return the training's length. Raises: JobError for an invalid length, two lengths, or epochs of a stream."""
     given = ", ".join(([] if length is None else [repr(length)]) + ([] if epochs is None else [f"epochs={epochs!r}"]))
@@ -72,10 +54,9 @@ def _length(length: Any, epochs: Any, data: Opened) -> Length:
     count = getattr(goal, "count", None)
     if isinstance(count, bool) or not isinstance(count, int | float) or not count > 0:
         raise _no_length(given, "a length says what it counts, and is positive")
-    found: Length = goal
     given = f"session.steps({', '.join(['stream', given] if given else ['stream'])})"
-    refuse_epochs(data, found, given, "write session.steps(stream, shoal.Steps(1000)) or shoal.Samples(10**6)")
-    return found
+    refuse_epochs(data, goal, given, "write session.steps(stream, shoal.Steps(1000)) or shoal.Samples(10**6)")
+    return goal
 
 
 def _no_length(given: str, conflict: str) -> JobError:
@@ -154,12 +135,12 @@ class Session:
         Raises: PlanError.
         Collective: all ranks.
         """
-        asked, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # the layout does not divide the model
+        requested, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # the layout does not divide the model
         if self.mesh.rank == 0 and not self.replay:
-            warn_of(unheeded(asked, job.num_grains, None if job.fuse else "fuse=False"))
-        found = decided_by_rank_0(self.mesh, Judged, lambda: judge(asked, facts)).plan
-        self.plan, self._job, self.mesh = found, job, mapped(found, self.mesh)
-        return found
+            warn_of(unheeded(requested, job.num_grains, None if job.fuse else "fuse=False"))
+        judged = decided_by_rank_0(self.mesh, Judged, lambda: judge(requested, facts)).plan
+        self.plan, self._job, self.mesh = judged, job, mapped(judged, self.mesh)
+        return judged
 
     def __getattr__(self, name: str) -> Any:
         raise missing_attribute(name)
@@ -201,14 +182,14 @@ class Session:
                 conflict="they have no shape yet, and an optimizer made of them steps nothing",
                 remedy="call the model once with a small batch, then make the optimizer and call prepare()",
             )
-        taken, models = self._prepared.take(objects)
+        prepared, models = self._prepared.take(objects)
         for model in models:
             self._precision.apply(model.to(self.mesh.device))
             self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
             if any(p.requires_grad for p in model.parameters()):
                 recompute(model, self.plan.memory.recompute)
                 compile_blocks(model, self.plan, self._precision)
-        return taken[0] if len(taken) == 1 else tuple(taken)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def steps(
         self, dataset: Any, length: Length | None = None, *, epochs: float | None = None
@@ -228,8 +209,8 @@ class Session:
         self._prepared.check()
         if self.mesh.rank == 0:
             warn_of(self._prepared.without_optimizer())
-        asked = self.training.collate, self.training.global_batch, self.training.shuffle
-        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *asked)))
+        how = self.training.collate, self.training.global_batch, self.training.shuffle
+        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *how)))
         compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
         before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
         if self._judged is None:
@@ -246,13 +227,18 @@ class Session:
             training=self.training,
             job=self._job,
             replay=self.replay,
-            says_workers=self._says_workers,
         )
-        loader, order = open_loader(base, data, length, epochs)
+        if self.mesh.rank == 0:
+            warn_of(data.notes)
+        goal = _length(length, epochs, data)
+        shuffle = together(self.mesh, lambda: in_new_orders("dataset", data, self.training.shuffle))
+        order = order_of(data, self._job, goal, shuffle)
+        workers = self.plan.data.workers if data.workers is None or self._says_workers else data.workers
+        loader = together(self.mesh, lambda: loader_of(data, order, self.mesh, workers))
         self._loop = Loop(base, self._prepared, loader, order)
-        found = self._loop.run()
-        self._steps = weakref.ref(found)
-        return found
+        steps = self._loop.run()
+        self._steps = weakref.ref(steps)
+        return steps
 
     def evaluate(
         self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
@@ -300,7 +286,7 @@ class Session:
     def _insist(self, error: BaseException | None = None) -> None:
         """Raise the exception of a requested stop, if the loop is over and could not raise it."""
         if self._loop is not None and self._loop.boundary.is_closed:
-            self._loop.boundary.asked.insist(error)
+            self._loop.boundary.stop_requests.insist(error)
 
     def __enter__(self) -> Session:
         return self

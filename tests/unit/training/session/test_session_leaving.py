@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import ExitCode, JobMismatchError, SettingWarning, UserCodeError
-from shoal.training.session.meeting import Asked
+from shoal.training.session.meeting import StopRequests
 
 Stop = Callable[[int], bool]
 
@@ -142,7 +142,7 @@ def test_a_request_between_two_updates_waits_for_the_last(tmp_path: Path) -> Non
 
 
 def test_another_rank_that_was_asked_and_a_break() -> None:
-    asked = Asked()
+    asked = StopRequests()
     asked.insist()
     asked.elsewhere = True
     asked.insist(ValueError("the loop's own"))

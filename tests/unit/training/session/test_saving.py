@@ -15,7 +15,7 @@ from torch.optim import SGD, lr_scheduler
 import shoal
 from shoal.errors import JobMismatchError, UserCodeError
 from shoal.training.session.optimizers import Groups, group_values, number_of
-from shoal.training.session.schedulers import Schedulers
+from shoal.training.session.saving import Schedulers
 
 
 def sgd() -> SGD:
