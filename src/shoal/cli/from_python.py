@@ -17,6 +17,7 @@ from shoal.cli.finished_run import Run
 from shoal.cli.hints import meant
 from shoal.cli.notebook_progress import progress_stream
 from shoal.cli.options import EvaluateOptions, ExportOptions, PlanOptions, PredictOptions, RunOptions
+from shoal.cli.run.choose_plan import with_plan
 from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
 from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
@@ -74,6 +75,8 @@ def run(
     init_from: PathText | None = None,
     init_allow: str | None = None,
     init_rename: Mapping[str, str] | Sequence[str] = (),
+    layout: str | None = None,
+    cluster: str | None = None,
     on: str = "local",
     **job_settings: Any,
 ) -> Run:
@@ -83,7 +86,7 @@ def run(
     |---|---|
     | `job` | a job function, a `shoal.Job`, or "file.py:function" as for the command |
     | `settings` | parameters of the job function, which may also be given as keywords |
-    | `plan` | a plan file, a `shoal.Plan`, or an answer of `shoal.plan`; what it leaves out is filled in |
+    | `plan` | a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in |
     | `devices` | number of processes, one a GPU or on the CPU; default: all GPUs, or 1 |
     | `exact` | bit-identical on any number of devices |
     | `precision` | fp32, bf16, bf16-pure or fp16 |
@@ -109,6 +112,8 @@ def run(
     | `init_from` | initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder |
     | `init_allow` | for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none |
     | `init_rename` | for init_from: prefixes of names, old to new |
+    | `layout` | the plan's degrees, in place of --plan: data=2,tensor=2 |
+    | `cluster` | with --plan auto: the cluster, as shoal plan takes it (default: this machine) |
     | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |
 
     Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. After an interrupt, a
@@ -134,6 +139,7 @@ def run(
     # Handle signals before the folder exists: their default action would leave the job's pickle behind.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, of_job, Path(folder)))
+        options = options if is_worker(os.environ) else with_plan(options, None)
         with at_address(options) as options:
             request = requested(options)
             if is_worker(os.environ):

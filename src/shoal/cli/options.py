@@ -40,11 +40,11 @@ class TrainingOptions:
     )
     started_at: float = field(default_factory=time.time)  # start of the command; not an option
     plan: str | Plan | None = option(  # noqa: RUF009
-        "a plan (TOML); what it leaves out is filled in",
-        "FILE",
+        "a plan (TOML); what it leaves out is filled in; auto: the planner's best",
+        "FILE|auto",
         keyword="PathText | Plan | Answer | Candidate | None",
-        call="a plan file, a `shoal.Plan`, or an answer of `shoal.plan`; what it leaves out is filled in",
-        page="a plan as TOML",
+        call='a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in',
+        page="a plan as TOML; `auto`: [the planner's best](plan.md#one-command)",
         refused="unknown keys, wrong values, all at once",
     )
     devices: int | str | None = option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
@@ -98,17 +98,36 @@ class RunOptions(Course, TrainingOptions):
     """Options of `shoal run`."""
 
     devices: int | str | None = option(
-        "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two",
-        "N|LEAST:MOST",
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two; "
+        "auto: as many as pay off",
+        "N|LEAST:MOST|auto",
         least=1,
         between=True,
         call="number of processes, one a GPU or on the CPU; default: all GPUs, or 1",
         keyword="int | None",
         page="processes, along the data axis; `4:16` takes [as many as there "
-        "are](engines/index.md#as-many-as-there-are) between the two; with `--resume` of a divided run, along its "
-        "own axes",
+        "are](engines/index.md#as-many-as-there-are) between the two; `auto`: as many as pay off; "
+        "with `--resume` of a divided run, along its own axes",
         refused="another number than a plan or a launcher has, or than there are; a range with a plan; noted: another "
         "layout than the run's",
+    )
+    layout: str | None = option(
+        "the plan's degrees, in place of --plan: data=2,tensor=2",
+        "AXIS=N,...",
+        page="the plan's degrees, in place of `--plan`: `data=2,tensor=2`",
+        refused="an unknown axis; `--plan` beside it",
+    )
+    cluster: str | None = option(
+        "with --plan auto: the cluster, as shoal plan takes it (default: this machine)",
+        "C",
+        page="with `--plan auto`: the cluster that is planned for, as for `shoal plan`; without it this machine",
+        refused="without `--plan auto` or `--devices auto`; an unknown name",
+    )
+    verify: bool = switch(
+        "before the run, verify two steps of it as shoal verify does",
+        keyword=None,
+        page="before the run, two steps of it are [verified](verify.md), in `runs/NAME-verify`",
+        refused="a divergence",
     )
     on: str = option(
         "where the ranks are started: local (default), or an engine of docs/engines, with its options after a colon",

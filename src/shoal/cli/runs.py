@@ -341,7 +341,7 @@ def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         watched = {(one.best[0], one.larger_is_better) for one in finished if one.best}
         name, larger = watched.pop() if len(watched) == 1 else ("", None)
         if larger is None:
-            names = sorted({one.best[0] for one in finished if one.best} | {"loss"})
+            names = sorted({metric for one in finished for metric in one.metrics} | {"loss"})
             raise _refusal(
                 "shoal runs prune",
                 "the jobs do not watch one metric, so nothing says which run is better",
@@ -350,10 +350,15 @@ def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         best = "max" if larger else "min"
 
     def value(one: RunEntry) -> float:
-        number = one.loss if name == "loss" else one.best[1] if one.best and one.best[0] == name else None
+        """Return the metric's value, the smaller the better."""
+        is_best = one.best is not None and one.best[0] == name
+        number = one.best[1] if one.best and is_best else one.metrics.get(name, one.loss if name == "loss" else None)
         return math.inf if number is None else -number if best == "max" else number
 
     ranked = sorted((one for one in finished if math.isfinite(value(one))), key=value)
+    if finished and not ranked:
+        known = ", ".join(sorted({metric for one in finished for metric in one.metrics} | {"loss"}))
+        raise _refusal(f"--metric {name}:{best}", f"no run has {name}, and all would go", f"take one of {known}")
     stay = {one.path for one in ranked[: options.keep_best]}
     return _delete([one for one in finished if one.path not in stay], options)
 

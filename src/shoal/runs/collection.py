@@ -32,6 +32,7 @@ class RunEntry:
         kind: run, session or verify.
         state: running, completed, preempted, failed or killed; of a certificate its verdict.
         num_steps: steps that the run is to have; None if unknown.
+        metrics: of the last evaluation.
         best: metric, value and step of the best evaluation, or of the last one if the job watches no metric.
         larger_is_better: direction of the watched metric; None if the job watches none.
         seconds: time in which the run had its devices.
@@ -47,6 +48,7 @@ class RunEntry:
     steps: int
     num_steps: int | None
     loss: float | None
+    metrics: Mapping[str, float]
     best: tuple[str, float, int | None] | None
     larger_is_better: bool | None
     devices: int | None
@@ -121,6 +123,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         steps=int(last.get("step") or result.get("steps") or 0),
         num_steps=attempts[-1].num_steps if attempts else None,
         loss=_number(last.get("loss", result.get("train_loss"))),
+        metrics={name: number for name, one in metrics.items() if (number := _number(one)) is not None},
         best=(str(metric), value, step) if value is not None else None,
         larger_is_better=watched.endswith(":max") if watched else None,
         devices=attempts[-1].world_size if attempts else result.get("world_size"),
@@ -187,6 +190,7 @@ def _certificate(path: Path, name: str) -> RunEntry:
         steps=int(document.get("steps") or 0),
         num_steps=None,
         loss=None,
+        metrics={},
         best=None,
         larger_is_better=None,
         devices=None,

@@ -169,7 +169,7 @@ class Option:
         flags: names of the option on the command line. Default: the field's name.
         settings: arguments for argparse.
         least: the option is a whole number of at least this value.
-        between: LEAST:MOST is also accepted.
+        between: LEAST:MOST and auto are also accepted.
         parse: function of a text or number, and of the option's flag, that returns the value.
         saved: name in job.json. A resumed run uses the value there if the call does not set the option.
         unserved: why a run with parameter servers refuses the option, if it does.
@@ -254,7 +254,7 @@ def whole_number(name: str, text: Any, least: int) -> int | None:
 
 def checked_value(one: DeclaredOption, value: Any) -> Any:
     """Return an option's value from a text, number or value of its type. Raises: CommandError."""
-    if value is None or (one.option.between and ":" in str(value)):
+    if value is None or (one.option.between and (":" in str(value) or value == "auto")):
         return value
     if one.option.least is not None:
         return whole_number(one.name, value, one.option.least)

@@ -91,8 +91,8 @@ def test_prune_keeps_the_best(
 
 
 def test_prune_by_another_metric(folder: Path) -> None:
-    path = folder / "lr-4" / "records.jsonl"
-    path.write_text(path.read_text().splitlines()[-1].replace('"loss":', '"loss": -1.0, "old":') + "\n")
+    path = folder / "lr-4" / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": {"loss": -1.0}}))
     assert main(["runs", "prune", "--keep-best", "1", "--metric", "loss:min", "--yes"]) == 0
     assert [one.name for one in folder.iterdir()] == ["lr-4"]
 
@@ -118,6 +118,7 @@ def test_deleted_with_the_size(folder: Path, capsys: pytest.CaptureFixture[str])
         (["delete", "runs", "--yes"], "no run began there"),
         (["prune"], "it does not say which runs stay"),
         (["prune", "--keep-best", "1", "--metric", "loss"], "it does not say which value is best"),
+        (["prune", "--keep-best", "1", "--metric", "wer:min", "--yes"], "no run has wer, and all would go"),
         (["--yes"], "--yes is for delete and prune"),
         (["reproduce", "lr-1"], "it has no source/command.json"),
     ],

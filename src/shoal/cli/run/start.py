@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
+from shoal.cli.run.choose_plan import with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
 from shoal.hardware.detect import cores, visible_gpus
@@ -291,8 +292,15 @@ def run(options: RunOptions) -> int:
         request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
         return _train(request, environment, Signals(impatient=False))
     with guarded_files(options.private), at_address(options) as options:
+        options = with_plan(options, environment)
         limits = range_of(options)
         options = with_number(options, environment)
+        if options.verify and verify(verification_of(options)) != ExitCode.DONE:
+            raise CommandError(
+                given=f"--verify of {options.job if isinstance(options.job, str) else options.job.target}",
+                conflict="the two steps are not verified, as said above, and nothing is trained",
+                remedy="mend what it names, or leave --verify out",
+            )
         if options.dry_run or (environment is None and options.on != "local"):
             return submitted(options, requested(options), least=limits.least if limits is not None else None)
         if environment is not None and options.on != "local":
@@ -377,6 +385,12 @@ def verify(options: VerifyOptions) -> int:
                 return int(ExitCode.USER)  # for any error, since 1 means that the run diverged
 
 
+def verification_of(options: RunOptions) -> VerifyOptions:
+    """Return the options for two steps of `shoal verify` before a run."""
+    same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions) if one.name != "out"}
+    return VerifyOptions(**same, steps=2)
+
+
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     """Create the request from options. `suffix`: end of a default directory's name.
 
@@ -415,6 +429,9 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     else:
         given, origin = Plan(), Origin.DEFAULT
     origins |= dict.fromkeys(("plan", *_OF_PLANS), origin)
+    if options.layout is not None:
+        given = with_layout(given, options.layout, devices)
+        origins["layout"] = Origin.OPTION
     if devices is not None and origin is Origin.DEFAULT:
         origins["layout"] = Origin.OPTION
     if wishes.workers is not None:

@@ -1,0 +1,160 @@
+"""Plan of a run from `--layout`, `--plan auto` and `--devices auto`, before any rank starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.options import RunOptions
+from shoal.errors import CommandError, PlanError, from_json, nearest
+from shoal.hardware.detect import cores, visible_gpus
+from shoal.jobs.job_file import JobRequest, load, parse_target
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.supervise.child import in_child
+from shoal.plans import Plan
+from shoal.plans.legal import World, other_world, refuse
+from shoal.plans.plan import AXES, described, plan_text
+from shoal.runs.directory import RunDirectory, default_directory, write_file
+from shoal.runs.request import dumped, loaded
+
+AUTO = "auto"
+
+
+def with_plan(options: RunOptions, environment: Environment | None) -> RunOptions:
+    """Return the options with the planner's plan in place of `--plan auto` and `--devices auto`.
+
+    Raises: CommandError for options that exclude each other; PlanError if nothing fits.
+    """
+    asks = options.plan == AUTO or options.devices == AUTO
+    _check(options, asks)
+    if not asks:
+        return options
+    if environment is not None:
+        raise CommandError(
+            given=f"{_asked(options)}, in a process that {environment.engine or 'a launcher'} has started",
+            conflict="the planner chooses the number of processes, and they run already",
+            remedy="write the plan first, with shoal plan JOB -o plan.toml, and give it with --plan plan.toml",
+        )
+    if options.resume or options.resume_if_exists:
+        out = Path(options.out) if options.out else default_directory(_target(options).name, True)
+        if RunDirectory(out).plan.exists():
+            print(f"note: {_asked(options)}: the run goes on with its own plan", file=sys.stderr)
+            return replace(options, plan=None, devices=None, cluster=None)
+    engine = options.on.partition(":")[0]
+    if engine == "local" and ":" in str(options.devices) and options.cluster is None:
+        return replace(options, plan=None)  # the planner is asked for a range anyway
+    if engine != "local" and options.cluster is None:
+        raise CommandError(
+            given=f"{_asked(options)} --on {options.on}",
+            conflict=f"the devices that {engine} will give are not known here",
+            remedy="add --cluster, such as --cluster 8xH100, or a file that shoal bench wrote there",
+        )
+    most = None
+    if engine == "local":
+        most = visible_gpus() or cores()
+    if isinstance(options.devices, int) or (options.devices or "").isdecimal():
+        most = min(int(options.devices or 1), most or int(options.devices or 1))
+    choice = in_child(lambda: _choice(options, most))
+    if "error" in choice:
+        raise from_json(choice["error"])
+    plan = loaded(Plan, choice["plan"])
+    for line in choice["lines"]:
+        print(f"note: {line}", file=sys.stderr)
+    if options.exact:  # exact mode has its own microbatches and sums
+        degrees = {name: getattr(plan, name) for name in ("layout", "shard", "tensor", "pipeline")}
+        plan = Plan().model_copy(update=degrees)
+    chosen: Plan | str = plan
+    if engine != "local":  # the engine's processes read a file
+        out = Path(options.out) if options.out and options.address is None else Path("runs") / _target(options).name
+        file = out.with_name(f"{out.name}.plan.toml").absolute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, plan_text(plan))
+        print(f"note: the plan is in {file}, which all hosts must see", file=sys.stderr)
+        chosen = str(file)
+    return replace(options, plan=chosen, devices=None, cluster=None)
+
+
+def with_layout(plan: Plan, layout: str, devices: int | None) -> Plan:
+    """Return the plan with the degrees in a text such as `data=2,tensor=2`; other degrees are 1.
+
+    `devices`: number of processes that is asked for beside it. Raises: PlanError.
+    """
+    degrees: dict[str, int] = {}
+    for part in layout.split(","):
+        axis, _, number = part.strip().partition("=")
+        wrong = None
+        if axis not in AXES:
+            wrong = f"no axis is called {axis}{nearest(axis, list(AXES))}"
+        elif axis in degrees:
+            wrong = f"{axis} is there twice"
+        elif not number.isdecimal() or int(number) < 1:
+            wrong = f"{axis} takes a whole number of at least 1"
+        if wrong is not None:
+            raise PlanError(
+                given=f"--layout {layout}",
+                conflict=wrong,
+                remedy=f"write --layout data=2,tensor=2, say, with axes of {', '.join(AXES)}",
+            )
+        degrees[axis] = int(number)
+    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in AXES})
+    if devices is not None:
+        refuse(other_world(plan, World(devices, f"--devices {devices}")))
+    return plan
+
+
+def _check(options: RunOptions, asks: bool) -> None:
+    """Refuse options that exclude each other. Raises: CommandError."""
+    plan = options.plan if isinstance(options.plan, str) else "..."
+    given, conflict, remedy = "", "", ""
+    if options.layout is not None and options.plan is not None:
+        given, conflict = f"--layout {options.layout} --plan {plan}", "each of them is a plan"
+        remedy = "write one of --plan FILE, --plan auto and --layout"
+    elif options.devices == AUTO and (options.layout is not None or options.plan not in (None, AUTO)):
+        given = f"--devices auto {f'--layout {options.layout}' if options.layout else f'--plan {plan}'}"
+        conflict, remedy = "a plan has its number of devices", "leave --devices out"
+    elif options.cluster is not None and not asks:
+        given, conflict = f"--cluster {options.cluster}", "only the planner asks for it"
+        remedy = "add --plan auto, or leave --cluster out"
+    else:
+        return
+    raise CommandError(given=given, conflict=conflict, remedy=remedy)
+
+
+def _asked(options: RunOptions) -> str:
+    return "--plan auto" if options.plan == AUTO else "--devices auto"
+
+
+def _target(options: RunOptions) -> JobRequest:
+    return options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+
+
+def _choice(options: RunOptions, most: int | None) -> dict[str, Any]:
+    """Return the fastest plan as JSON with two lines on it, or the error. Call this in a child: it loads the job."""
+    from shoal.cli.options import PlanOptions
+    from shoal.cli.plan import answered
+    from shoal.distributed.failures import as_shoal_error, to_json
+    from shoal.report.quantities import seconds, size
+
+    try:
+        target = _target(options)
+        name = f"{target.target}:{target.function or 'job'}"
+        asked = PlanOptions(job=name, cluster=options.cluster or "here", max_devices=most, precision=options.precision)
+        with inside_run(os.environ):
+            answer = answered(asked, (load(target).job, name))
+    except (Exception, SystemExit) as caught:
+        return {"error": to_json(as_shoal_error(caught), 0, "")}
+    best = answer.best
+    devices = best.plan.num_processes
+    alone = next((point.best for point in answer.curve.points if point.devices == 1 and point.best is not None), None)
+    gain = ""
+    if alone is not None and devices > 1:
+        gain = f", {alone.prediction.step_seconds / best.prediction.step_seconds:.2g} times as fast as one device"
+    took = f"{_asked(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
+    lines = [
+        f"{took}: {seconds(best.prediction.step_seconds)} a step{gain}, {size(best.prediction.peak_bytes)} a device",
+        f"for the reasons: shoal plan {target.target}" + (f" --cluster {options.cluster}" if options.cluster else ""),
+    ]
+    return {"plan": dumped(best.plan), "lines": lines}

@@ -1,0 +1,101 @@
+"""What a new user types on the first day: a layout or the planner's plan in one command, and runs as things."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import forks
+from tests.launching import EXAMPLES, JOBS, Run, run
+
+from shoal.plans.plan import read_plan
+
+DIGITS = EXAMPLES / "digits.py"
+
+
+def shoal(folder: Path, *words: str, code: int = 0) -> str:
+    """What a command prints to a pipe."""
+    done = forks.run([sys.executable, "-m", "shoal", *words], cwd=folder, env=dict(os.environ), timeout=100)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def trained(
+    folder: Path, name: str, *arguments: str, devices: int | None = None, **settings: object
+) -> dict[str, object]:
+    wanted = Run(
+        DIGITS, folder / "runs" / name, devices, arguments=arguments, settings={"epochs": 1, **settings}, cwd=folder
+    )
+    return run(wanted).expect(0).result
+
+
+def test_a_layout_is_a_plan(tmp_path: Path) -> None:
+    """Degrees on the command line and a number of devices are the same run, bit for bit."""
+    by_layout = trained(tmp_path, "layout", "--layout", "data=2", "--exact")
+    by_devices = trained(tmp_path, "devices", "--exact", devices=2)
+    assert by_layout["weights_sha256"] == by_devices["weights_sha256"]
+    assert read_plan(tmp_path / "runs" / "layout" / "plan.toml").layout.data == 2
+
+
+@pytest.mark.timeout(150)  # the planner profiles the job and the machine, and two steps are verified
+def test_planned_verified_and_run_by_one_command(tmp_path: Path) -> None:
+    arguments = ("--plan", "auto", "--verify", "--steps", "2")
+    ended = run(Run(DIGITS, tmp_path / "runs" / "auto", None, arguments=arguments, cwd=tmp_path), timeout=120).expect(0)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("note: ")]
+    assert lines[0].startswith("note: --plan auto: ")
+    assert " a step" in lines[0]
+    assert lines[1] == f"note: for the reasons: shoal plan {DIGITS}"
+    assert "verdict            verified" in ended.stdout
+    plan = read_plan(tmp_path / "runs" / "auto" / "plan.toml")
+    assert plan.prediction["step_seconds"] > 0
+    assert plan.num_processes == ended.result["world_size"]
+
+
+def test_runs_are_listed_compared_pruned_and_reproduced(tmp_path: Path) -> None:
+    results = {name: trained(tmp_path, name, lr=lr) for name, lr in (("slow", 0.001), ("good", 0.1), ("fast", 0.05))}
+    lines = shoal(tmp_path, "runs").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines[2:-1]] == [[name, "completed"] for name in ("fast", "good", "slow")]
+    compared = json.loads(shoal(tmp_path, "runs", "compare", "slow", "good", "--json"))
+    assert compared["differences"] == {"settings.lr": ["0.001", "0.1"]}
+    assert compared["results"]["weights"] == [results[name]["weights_sha256"] for name in ("slow", "good")]
+    best = max(results, key=lambda name: results[name]["metrics"]["accuracy"])  # type: ignore[index]
+    shoal(tmp_path, "runs", "prune", "--keep-best", "1", "--metric", "accuracy:max", "--yes")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [best]
+    commands = shoal(tmp_path, "runs", "reproduce", best).splitlines()
+    again = next(line for line in commands if line.startswith("shoal run "))
+    run_again = subprocess.list2cmdline([sys.executable, "-m"]) + " " + again
+    done = subprocess.run(run_again, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    compared = json.loads(shoal(tmp_path, "runs", "compare", best, f"{best}-again", "--json"))
+    assert len(set(compared["results"]["weights"])) == 1
+
+
+def test_secrets_and_modes(tmp_path: Path) -> None:
+    """No file of a run has a secret's text, and nobody else may write there, whatever the umask."""
+    job = tmp_path / "job.py"
+    text = "import tiny\n\ndef job(api_token: str = 'none'):\n    assert api_token != 'none'\n    return tiny.job()\n"
+    job.write_text(f"import sys\nsys.path.insert(0, {str(JOBS)!r})\n" + text)
+    before = os.umask(0)
+    try:
+        ended = run(Run(job, tmp_path / "open", settings={"api_token": "abcdefgh"}, cwd=tmp_path)).expect(0)
+        run(
+            Run(job, tmp_path / "own", settings={"api_token": "abcdefgh"}, arguments=("--private",), cwd=tmp_path)
+        ).expect(0)
+    finally:
+        os.umask(before)
+    paths = {name: [tmp_path / name, *(tmp_path / name).rglob("*")] for name in ("open", "own")}
+    for path in paths["open"]:
+        assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
+        assert not path.is_file() or b"abcdefgh" not in path.read_bytes(), path
+    assert all(not path.stat().st_mode & 0o077 for path in paths["own"])
+    assert "abcdefgh" not in ended.output
+    refused = run(
+        Run(job, tmp_path / "open", settings={"api_token": "other"}, arguments=("--resume",), cwd=tmp_path)
+    ).fails(2)
+    assert "api_token = <hidden>" in refused.message.given

@@ -1,0 +1,103 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.cli.options import RunOptions
+from shoal.cli.run import choose_plan
+from shoal.cli.run.choose_plan import with_layout, with_plan
+from shoal.cli.run.start import requested
+from shoal.errors import CommandError, PlanError
+from shoal.launch.environment import Environment
+from shoal.plans import Plan
+from shoal.plans.plan import plan_text, read_plan
+from shoal.runs.options import Origin
+
+
+def options(**more: Any) -> RunOptions:
+    return RunOptions(job="job.py", **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"layout": "data=2", "plan": "plan.toml"}, "each of them is a plan"),
+        ({"layout": "data=2", "plan": "auto"}, "each of them is a plan"),
+        ({"layout": "data=2", "devices": "auto"}, "a plan has its number of devices"),
+        ({"plan": "plan.toml", "devices": "auto"}, "a plan has its number of devices"),
+        ({"cluster": "8xH100"}, "only the planner asks for it"),
+        ({"plan": "auto", "on": "slurm"}, "the devices that slurm will give are not known here"),
+        ({"devices": "auto", "on": "hosts:a,b"}, "the devices that hosts will give are not known here"),
+    ],
+)
+def test_options_that_exclude_each_other(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(CommandError, match=said):
+        with_plan(options(**more), None)
+
+
+def test_started_processes_cannot_be_planned() -> None:
+    with pytest.raises(CommandError, match="they run already"):
+        with_plan(options(plan="auto"), Environment(world_size=2, engine="torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "said"),
+    [
+        ("dta=2", None, "no axis is called dta; did you mean 'data'"),
+        ("data=2,data=2", None, "data is there twice"),
+        ("data=0", None, "data takes a whole number of at least 1"),
+        ("data", None, "data takes a whole number of at least 1"),
+        ("data=2", 3, "make a world of 2"),
+    ],
+)
+def test_wrong_layouts(layout: str, devices: int | None, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        with_layout(Plan(), layout, devices)
+
+
+def test_a_layout_replaces_all_degrees_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = Plan().with_sections(layout={"pipeline": 2}, data={"workers": 3})
+    plan = with_layout(before, "data=2, tensor=3", 6)
+    assert (plan.layout.data, plan.layout.tensor, plan.layout.pipeline, plan.data.workers) == (2, 3, 1, 3)
+    (tmp_path / "job.py").write_text("")
+    request = requested(options(layout="data=2"))
+    assert request.origin("layout") is Origin.OPTION
+    assert request.origin("collectives.all_reduce") is Origin.DEFAULT
+
+
+def test_a_resume_goes_on_with_its_own_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.toml").write_text(plan_text(Plan()))
+    resumed = with_plan(options(plan="auto", resume=True, out=str(tmp_path)), None)
+    assert resumed.plan is None
+    assert "goes on with its own plan" in capsys.readouterr().err
+
+
+def test_a_range_is_planned_as_without_auto() -> None:
+    assert with_plan(options(plan="auto", devices="2:4"), None).plan is None
+
+
+def test_the_planned_file_is_what_an_engine_gets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The planner itself is tried on a real machine and cluster, in tests/jobs/test_plan_auto.py."""
+    monkeypatch.chdir(tmp_path)
+    plan = Plan().with_sections(layout={"data": 4})
+    choice = {"plan": choose_plan.dumped(plan), "lines": ["chosen"]}
+    monkeypatch.setattr(choose_plan, "in_child", lambda work: choice)
+    chosen = with_plan(options(plan="auto", cluster="8xH100", on="slurm", out="runs/a"), None)
+    assert chosen.plan == str(tmp_path / "runs" / "a.plan.toml")
+    assert read_plan(Path(chosen.plan)).layout.data == 4
+    assert "note: chosen" in capsys.readouterr().err
+    exact = with_plan(options(plan="auto", exact=True), None)
+    assert isinstance(exact.plan, Plan)
+    assert exact.plan.layout.data == 4
+    assert not exact.plan.prediction
+
+
+def test_help_names_the_three_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--plan FILE|auto", "--layout AXIS=N,...", "--cluster C", "--verify"))
