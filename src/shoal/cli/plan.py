@@ -89,8 +89,13 @@ def plan(options: PlanOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answer:
-    """Return the answer to the question in the options. `given`: the job and its name, if it is in no file.
+def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data_only: bool = False) -> Answer:
+    """Return the answer to the question in the options.
+
+    Args:
+        options: of `shoal plan`.
+        given: the job and its name, if it is in no file.
+        data_only: only the data axis is planned.
 
     Raises: ShoalError if there is no answer.
     """
@@ -117,7 +122,12 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
     case = question(job, base, options.cluster, options.max_devices)
     case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
     progress = SearchProgress(sys.stderr, time.monotonic)
+<<<<<<< HEAD
     case = replace(case, case=replace(case.case, watch=progress.step))
+=======
+    space = replace(asked.case.space, data_only=data_only)
+    asked = replace(asked, case=replace(asked.case, space=space, watch=progress.step))
+>>>>>>> 316ed689 (The data axis alone is searched for --devices auto)
     try:
         return answer(case, aim, name, hours, time.perf_counter)
     finally:

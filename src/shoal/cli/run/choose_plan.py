@@ -34,21 +34,21 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         return options
     if environment is not None:
         raise CommandError(
-            given=f"{_asked(options)}, in a process that {environment.engine or 'a launcher'} has started",
+            given=f"{_spelled(options)}, in a process that {environment.engine or 'a launcher'} has started",
             conflict="the planner chooses the number of processes, and they run already",
             remedy="write the plan first, with shoal plan JOB -o plan.toml, and give it with --plan plan.toml",
         )
     if options.resume or options.resume_if_exists:
         out = Path(options.out) if options.out else default_directory(_target(options).name, True)
         if RunDirectory(out).plan.exists():
-            print(f"note: {_asked(options)}: the run goes on with its own plan", file=sys.stderr)
+            print(f"note: {_spelled(options)}: the run goes on with its own plan", file=sys.stderr)
             return replace(options, plan=None, devices=None, cluster=None)
     engine = options.on.partition(":")[0]
     if engine == "local" and ":" in str(options.devices) and options.cluster is None:
         return replace(options, plan=None)  # the planner is asked for a range anyway
     if engine != "local" and options.cluster is None:
         raise CommandError(
-            given=f"{_asked(options)} --on {options.on}",
+            given=f"{_spelled(options)} --on {options.on}",
             conflict=f"the devices that {engine} will give are not known here",
             remedy="add --cluster, such as --cluster 8xH100, or a file that shoal bench wrote there",
         )
@@ -123,7 +123,7 @@ def _check(options: RunOptions, asks: bool) -> None:
     raise CommandError(given=given, conflict=conflict, remedy=remedy)
 
 
-def _asked(options: RunOptions) -> str:
+def _spelled(options: RunOptions) -> str:
     return "--plan auto" if options.plan == AUTO else "--devices auto"
 
 
@@ -141,9 +141,9 @@ def _choice(options: RunOptions, most: int | None) -> dict[str, Any]:
     try:
         target = _target(options)
         name = f"{target.target}:{target.function or 'job'}"
-        asked = PlanOptions(job=name, cluster=options.cluster or "here", max_devices=most, precision=options.precision)
+        wanted = PlanOptions(job=name, cluster=options.cluster or "here", max_devices=most, precision=options.precision)
         with inside_run(os.environ):
-            answer = answered(asked, (load(target).job, name))
+            answer = answered(wanted, (load(target).job, name), data_only=options.devices == AUTO)
     except (Exception, SystemExit) as caught:
         return {"error": to_json(as_shoal_error(caught), 0, "")}
     best = answer.best
@@ -152,7 +152,7 @@ def _choice(options: RunOptions, most: int | None) -> dict[str, Any]:
     gain = ""
     if alone is not None and devices > 1:
         gain = f", {alone.prediction.step_seconds / best.prediction.step_seconds:.2g} times as fast as one device"
-    took = f"{_asked(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
+    took = f"{_spelled(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
     lines = [
         f"{took}: {seconds(best.prediction.step_seconds)} a step{gain}, {size(best.prediction.peak_bytes)} a device",
         f"for the reasons: shoal plan {target.target}" + (f" --cluster {options.cluster}" if options.cluster else ""),

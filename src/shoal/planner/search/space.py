@@ -144,6 +144,7 @@ class Space:
     uncut: str = ""  # reason why a pipeline cannot divide the model, if any
     whole: str = ""  # reason why gradients and parameters cannot be divided, if any
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, if faster than the base's
+    data_only: bool = False  # replicas alone: no other axis, and nothing sharded
     one_copy: bool = False  # ranks that sum through shared memory share one copy of parameters
     _sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
@@ -151,6 +152,8 @@ class Space:
     @cached_property
     def cuts(self) -> tuple[ModelDegrees, ...]:
         """The legal model-parallel degrees."""
+        if self.data_only:
+            return (ModelDegrees(1, 1, 1),)
         most = max(self.counts)
         degrees = (
             ModelDegrees(tensor, pipeline, context)
@@ -243,7 +246,7 @@ class Space:
         """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
         if cut not in self._levels:
             probe, (place, way) = replace(self, facts=replace(self.facts, num_grains=2)), _alone(cut, replicas=2)
-            levels = LEVELS[:1] if self.whole else LEVELS
+            levels = () if self.data_only else LEVELS[:1] if self.whole else LEVELS
             legal = (level for level in levels if not probe.refusal(self.plan(place, way, 2, level)))
             self._levels[cut] = tuple(legal)
         return self._levels[cut]
@@ -517,7 +520,7 @@ class MemoryBounds:
         if self._space.one_copy and place.replicas > 1 and place.cut.ranks == 1:
             plan = self._space.plan(place, way)
             divided.append(plan.model_copy(update={"memory": plan.memory.model_copy(update={"shared": True})}))
-        return divided
+        return divided or [self._space.plan(place, way)]
 
 
 class Bounds:

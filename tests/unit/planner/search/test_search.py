@@ -422,6 +422,20 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
             assert schedules[way] + beside <= predicted.step_seconds * almost
 
 
+def test_the_data_axis_alone(real: tuple[Space, Workload, Search]) -> None:
+    """Among plans of replicas alone the search finds the best of all that there are."""
+    space, work, search = real
+    alone = replace(space, data_only=True)
+    plans = list(every_plan(alone))
+    assert {(plan.layout.world_size, plan.layout.data) for plan in plans} == {(n, n) for n in space.counts}
+    predictions = [search.costs(plan.layout.world_size).predict(plan) for plan in plans]
+    best = min(one.step_seconds for one in predictions if one.fits)
+    found = choose(Search(alone, search.costs, work.grain_size), parse("fastest"))
+    fastest = found.faster or found.chosen
+    assert fastest.plan.layout.data == fastest.plan.layout.world_size
+    assert fastest.seconds == pytest.approx(best)
+
+
 def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
     profile = transformer(layers=2, width=256, ffn=512, vocabulary=512, positions=64, heads=4)
     one = gpus(1, 2)
