@@ -122,12 +122,8 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
     case = question(job, base, options.cluster, options.max_devices)
     case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
     progress = SearchProgress(sys.stderr, time.monotonic)
-<<<<<<< HEAD
-    case = replace(case, case=replace(case.case, watch=progress.step))
-=======
-    space = replace(asked.case.space, data_only=data_only)
-    asked = replace(asked, case=replace(asked.case, space=space, watch=progress.step))
->>>>>>> 316ed689 (The data axis alone is searched for --devices auto)
+    space = replace(case.case.space, data_only=data_only)
+    case = replace(case, case=replace(case.case, space=space, watch=progress.step))
     try:
         return answer(case, aim, name, hours, time.perf_counter)
     finally:
