@@ -22,7 +22,11 @@ from shoal.runs.options import option_names, options_from, options_of
 
 # Options of the command that are no keywords: what is so in Python instead.
 INSTEAD: dict[str, dict[str, Any]] = {
-    "run": {"set": "settings", "dry_run": "the command's alone: it prints"},
+    "run": {
+        "set": "settings",
+        "dry_run": "the command's alone: it prints",
+        "verify": "the command's alone: shoal.verify is called before",
+    },
     "plan": {
         "set": "settings",
         "output": shoal.Answer.write,
@@ -185,6 +189,8 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),
     "init_rename": (["--init-rename", "a=b", "--init-rename", "c=d"], {"init_rename": {"a": "b", "c": "d"}}),
+    "layout": (["--layout", "data=2"], {"layout": "data=2"}),
+    "cluster": (["--cluster", "8xH100"], {"cluster": "8xH100"}),
     "on": (["--on", "slurm:--time=9"], {"on": "slurm:--time=9"}),
 }
 PLAN: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -213,9 +219,10 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
     def caught(options: Any, *_: Any) -> None:
         raise CaughtError(options)
 
+    monkeypatch.setattr("shoal.cli.from_python.with_plan", lambda options, environment: options)
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "html", "learn", "dry_run"} == set(OPTIONS[name])
+    assert set(option_names(KINDS[name])) - {"output", "html", "learn", "dry_run", "verify"} == set(OPTIONS[name])
     for option, (arguments, given) in OPTIONS[name].items():
         command = [name, *([] if option == "job" else [job]), *arguments]
         wanted = options_of(KINDS[name], _parser().parse_args(command))
