@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Required, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from shoal.checkpoint.whole_optimizer import (
 )
 from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
+from shoal.numerics.flat import raw_bytes
 from shoal.parallel.model.sharded_model import laid_out, local, replaced
 
 TENSOR = "$tensor"
@@ -371,7 +371,5 @@ def sha256_of(tensors: Iterable[Tensor | None]) -> str:
 
 def raw(tensor: Tensor) -> memoryview:
     """Return the little-endian bytes of a tensor, without a copy if the tensor is contiguous on the CPU."""
-    # uint8, since numpy has no bfloat16; torch runs on little-endian hosts only.
-    flat = tensor.detach().to("cpu").contiguous().flatten()
-    array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return array.data
+    # Torch runs on little-endian hosts only.
+    return raw_bytes(tensor.to("cpu")).numpy().data

@@ -75,10 +75,8 @@ class EngineRank:
 
     def listen(self, address: str) -> int:
         """Listen on a free port of the address, for rank 0's store. Return the port."""
-        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind)
-        self._listener.bind(place)
-        self._listener.listen()
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(place, family=family)
         port: int = self._listener.getsockname()[1]
         return port
 

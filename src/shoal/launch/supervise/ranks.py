@@ -347,19 +347,14 @@ def _listener() -> socket.socket:
             conflict="a port is a number up to 65535",
             remedy="unset it: a free one is taken",
         )
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", int(port)))
+        return socket.create_server(("127.0.0.1", int(port)))
     except OSError as error:
-        listener.close()
         raise LaunchError(
             given=f"MASTER_PORT={port}",
-            conflict=f"that port cannot be used: {error.strerror}",
+            conflict=f"that port cannot be used: {os.strerror(error.errno or 0)}",
             remedy="unset MASTER_PORT: a free port is taken",
         ) from None
-    listener.listen()
-    return listener
 
 
 def listener_at(share: Environment) -> socket.socket | None:
@@ -370,13 +365,12 @@ def listener_at(share: Environment) -> socket.socket | None:
     if share.rank != 0:
         return None
     given, here = f"rank 0's store at {share.address}:{share.port}", socket.gethostname()
-    listener: socket.socket | None = None
     # The name of a pod resolves only after some seconds.
     deadline = time.monotonic() + (_NAME_SECONDS if share.engine == "kubernetes" else 0.0)
     try:
         while True:
             try:
-                family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+                family, _, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
                 break
             except socket.gaierror:
                 if time.monotonic() >= deadline:
@@ -388,18 +382,13 @@ def listener_at(share: Environment) -> socket.socket | None:
                 conflict=f"there it is {place[0]}, which no other host reaches",
                 remedy="give the address by which the other hosts reach it, or mend /etc/hosts there",
             )
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen()
-        return listener
+        return socket.create_server(place, family=family)
     except LaunchError:
         raise
     except OSError as error:
-        if listener is not None:
-            listener.close()
+        why = str(error.strerror or error).partition(" (while")[0]  # create_server adds the address
         raise LaunchError(
             given=f"{given}, on host {here}",
-            conflict=f"nothing can listen there: {error.strerror or error}",
+            conflict=f"nothing can listen there: {why}",
             remedy="check that rank 0 was started on the host of that address, and that the port is free there",
         ) from None
