@@ -166,7 +166,7 @@ class Reference:
         Returns the sums of the gradients, and the means of the buffers that changed.
         """
         trace = result.trace
-        self.forward.clear()
+        self.forward.fingerprints = {}
         self._written = set(computer.computation.buffers)
         start = {name: b.detach().clone() for name, b in self._changing()}
         sums: dict[str, Tensor] = {}

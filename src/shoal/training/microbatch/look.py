@@ -154,7 +154,17 @@ class LookSums:
         # A GPU's kernels may add in another order each time, so another gradient there does not indicate state.
         if self._computer.precision.device.type != "cpu" and not self._computer.exact:
             return nothing
-        return tuple(number for gradient in gradients for number in _two_numbers(gradient))
+        numbers: list[float] = []
+        for gradient in gradients:
+            if gradient is None:
+                numbers += [0.0, 0.0]
+                continue
+            values = gradient.detach()
+            values = values.coalesce().values() if values.is_sparse else values
+            values = torch.view_as_real(values) if values.is_complex() else values
+            wide = torch.promote_types(values.dtype, torch.float32)
+            numbers += [float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, dtype=wide))]
+        return tuple(numbers)
 
     def opaque(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
         """Return the sums with seeded generators instead of a scope, and the gradients' numbers with a `trace`."""
@@ -279,7 +289,12 @@ class Look:
         seen.append((start, left(0, count, start), again))
         # Further starts have counts as after more steps: a count may have a bound, or start again.
         before, after = seen[0][0], seen[0][1][1]
-        counts = {n: after[n] - before[n] for n in names if n in before and _counts(before[n], after[n])}
+        counts = {}  # by buffer of whole numbers that have grown
+        for n in (n for n in names if n in before):
+            old, new = before[n], after[n]
+            comparable = old.shape == new.shape and not old.is_complex() and new.dtype != torch.bool
+            if comparable and bool((new >= old).all() and (new > old).any() and (new == new.round()).all()):
+                counts[n] = new - old
         for jump in _JUMPS if counts and not self._computer.divided else ():
             start = {n: t + jump * counts[n] if n in counts else t for n, t in after.items()}
             with contextlib.suppress(Exception):  # the model may not support such a count
@@ -335,13 +350,13 @@ class Look:
                 self._seen = split[0], parts[0][0]
                 fuse = _is_sum(fused, [pair for pair, _, _ in parts])
                 if fuse is False and not self._computer.divided:
-                    fuse, coupled = self._looked_at_again(microbatch, split, no_trace)
+                    fuse, coupled = self._exactly_fuses(microbatch, split, no_trace)
         # All buffers of opaque models: without a scope, torch's batch_norm writes buffers without a detectable change.
         buffers.watch(None if randomness == "opaque" else changed)
         computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
         return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
 
-    def _looked_at_again(
+    def _exactly_fuses(
         self, microbatch: Microbatch, split: list[Microbatch], no_trace: NoTrace
     ) -> tuple[bool | None, str]:
         """Return whether grains may share a forward after all and, if not, where samples are mixed.
@@ -626,17 +641,6 @@ def _later(seen: Sequence[float], jump: int) -> float | None:
     return None
 
 
-def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
-    """Return the sum and norm of a gradient, or zeros for None."""
-    if gradient is None:
-        return 0.0, 0.0
-    values = gradient.detach()
-    values = values.coalesce().values() if values.is_sparse else values
-    values = torch.view_as_real(values) if values.is_complex() else values
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, dtype=wide))
-
-
 def differ(result: Any, first: Any, noise: float = 0.0) -> bool:
     """Return True if two results differ by more than `noise`. NaN equals NaN."""
     pairs = zip(result, first, strict=True)
@@ -683,13 +687,6 @@ def _shifted(buffer: Tensor) -> Tensor:
         return buffer
     signs = torch.arange(buffer.numel(), device=buffer.device).reshape(buffer.shape) % 2 * 2 - 1
     return buffer + (signs * 0.1 * (buffer.abs() + 0.1)).nan_to_num(0.0, 0.0, 0.0).to(buffer.dtype)
-
-
-def _counts(before: Tensor, after: Tensor) -> bool:
-    """Return True if a buffer consists of whole numbers that have grown."""
-    if before.shape != after.shape or before.is_complex() or after.dtype == torch.bool:
-        return False
-    return bool((after >= before).all() and (after > before).any() and (after == after.round()).all())
 
 
 def turned(batch: Any) -> Any:

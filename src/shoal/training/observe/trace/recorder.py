@@ -46,10 +46,6 @@ class ForwardRecorder:
         names = {module: name or "(model)" for name, module in model.named_modules()}
         self._handles = [m.register_forward_hook(self._hook(name)) for m, name in names.items()]
 
-    def clear(self) -> None:
-        """Drop the recorded fingerprints."""
-        self.fingerprints = {}
-
     def begin(self, microbatch: Microbatch, batch: Any) -> None:
         """Assign forwards to this microbatch until `end`."""
         self._microbatch, self._calls = microbatch, Counter()
@@ -181,7 +177,7 @@ class TraceRecorder(Observer):
 
     def begin(self, step: int, factor: float) -> None:
         self._trace = StepTrace(step, factor=factor)
-        self._forward.clear()
+        self._forward.fingerprints = {}
         self._own.sums = {}
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
