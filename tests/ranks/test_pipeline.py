@@ -22,8 +22,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.errors import PeerError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
-from shoal.parallel.pipeline.messages import StageMessages
-from shoal.parallel.pipeline.pipeline import Pipeline, Work
+from shoal.parallel.pipeline.pipeline import Pipeline, StageMessages, Work
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Stages
 from shoal.plans.grains import Grain

@@ -184,8 +184,7 @@ class _Axes:
 
     def pipeline(self) -> Pipeline:
         """Build the pipeline's stages. Collective: all ranks, new groups."""
-        from shoal.parallel.pipeline.messages import StageMessages
-        from shoal.parallel.pipeline.pipeline import Pipeline
+        from shoal.parallel.pipeline.pipeline import Pipeline, StageMessages
         from shoal.parallel.pipeline.stage_units import StageUnits
         from shoal.parallel.pipeline.stages import Stages
 

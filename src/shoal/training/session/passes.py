@@ -15,7 +15,7 @@ from shoal.checkpoint.state import model_tensors
 from shoal.checkpoint.whole_optimizer import groups
 from shoal.data.loader import Microbatch
 from shoal.distributed.agreement import together
-from shoal.distributed.collectives.shared_memory.copy_on_write import why_not_copied
+from shoal.distributed.collectives.shared_memory.region import why_not_copied
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError, ShoalError, UserCodeError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.data.source import MapSource, Opened
 from shoal.distributed.agreement import together
-from shoal.distributed.collectives.shared_memory.copy_on_write import why_not_copied
+from shoal.distributed.collectives.shared_memory.region import why_not_copied
 from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import JobError
 from shoal.jobs.job import Job

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shoal.distributed.collectives.shared_memory.copy_on_write import CopyOnWrite, why_not_copied
+from shoal.distributed.collectives.shared_memory.region import CopyOnWrite, why_not_copied
 
 PAGES = 3
 
