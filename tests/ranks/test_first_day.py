@@ -92,6 +92,7 @@ def test_secrets_and_modes(tmp_path: Path) -> None:
     paths = {name: [tmp_path / name, *(tmp_path / name).rglob("*")] for name in ("open", "own")}
     for path in paths["open"]:
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
+        assert path.stat().st_mode & stat.S_IROTH, path
         assert not path.is_file() or b"abcdefgh" not in path.read_bytes(), path
     assert all(not path.stat().st_mode & 0o077 for path in paths["own"])
     assert "abcdefgh" not in ended.output
@@ -99,3 +100,21 @@ def test_secrets_and_modes(tmp_path: Path) -> None:
         Run(job, tmp_path / "open", settings={"api_token": "other"}, arguments=("--resume",), cwd=tmp_path)
     ).fails(2)
     assert "api_token = <hidden>" in refused.message.given
+
+
+def test_a_start_that_fails_leaves_its_traceback_or_nothing(tmp_path: Path) -> None:
+    """Settings that no job function takes are found by the ranks; an exception in the job's code has a traceback."""
+    job = tmp_path / "job.py"
+    job.write_text(
+        f"import sys\nsys.path.insert(0, {str(JOBS)!r})\nimport tiny\n\ndef job(a: int = 1):\n    return tiny.job()\n"
+    )
+    for devices in (1, 2):
+        run(Run(job, tmp_path / "runs" / "a", devices, settings={"b": 1}, cwd=tmp_path)).fails(2)
+        assert not (tmp_path / "runs" / "a").exists()
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    run(Run(job, tmp_path / "runs" / "b", settings={"b": 1}, cwd=tmp_path)).fails(2)
+    assert (tmp_path / "runs" / "b").exists()
+    job.write_text(job.read_text().replace("return", "raise RuntimeError('no data')\n    return"))
+    run(Run(job, tmp_path / "runs" / "a", 2, cwd=tmp_path)).fails(2)
+    texts = [path.read_text() for path in (tmp_path / "runs" / "a" / "errors").iterdir()]
+    assert any("no data" in text for text in texts)

@@ -84,14 +84,14 @@ class LocalPlace:
         fence.check()
 
     def make(self, name: str) -> None:
-        """Create a folder that only the owner can access."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.folder / name).mkdir(mode=0o700)
+        """Create a folder that only the owner can write to; the umask decides who can read it."""
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        (self.folder / name).mkdir(mode=0o755)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
         """Write and sync a file."""
         digest, size = hashlib.sha256(), 0
-        descriptor = os.open(self.folder / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(self.folder / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with os.fdopen(descriptor, "wb") as opened:
             for part in content:
                 opened.write(part)
@@ -131,7 +131,7 @@ class LocalPlace:
 
     def copy(self, name: str, new: str) -> None:
         """Copy a folder with hard links, or as files if the file system has no hard links."""
-        (self.folder / new).mkdir(mode=0o700)
+        (self.folder / new).mkdir(mode=0o755)
         for file in (self.folder / name).iterdir():
             try:
                 os.link(file, self.folder / new / file.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ class RunDirectory:
             return False
         result = read_json(self.result)
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
+
+    def discard_failed_start(self) -> None:
+        """Empty the directory if a start failed here before a step, and left no traceback, log or certificate."""
+        result = read_json(self.result)
+        failed = result is None or (result.get("status") == "failed" and result.get("steps") == 0)
+        findings = [*self.errors.glob("*"), *self.path.glob("logs/*"), *self.checkpoints.glob("*")]
+        findings += [self.records, self.path / "certificate.json"]
+        if failed and not any(path.is_dir() or (path.exists() and path.stat().st_size) for path in findings):
+            for path in self.path.iterdir():
+                if path.name != "lock.json":
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def check_job(self) -> None:
         """Check that job.json is readable. Raises: IntegrityError if not."""
@@ -132,7 +144,7 @@ def write_aside(path: Path, text: str, mark: str = "") -> Path:
     """Write a temporary file next to `path`, following no link, and return its path. Raises: OSError."""
     aside = path.with_name(f".{path.name}{mark}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
+    with open(os.open(aside, flags, 0o644), "w", encoding="utf-8") as file:
         file.write(text)
     return aside
 

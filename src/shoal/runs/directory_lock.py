@@ -122,6 +122,11 @@ class DirectoryLock:
         self._over = threading.Event()
         self._heart: threading.Thread | None = None
 
+    @property
+    def is_new(self) -> bool:
+        """True if the directory was created for this lock."""
+        return self.folder in self._new_folders
+
     def beat(self, every_seconds: float) -> None:
         """Start renewing the file's mtime, for hosts that do not see the OS lock."""
         self._heart = threading.Thread(target=self._beat, args=(every_seconds,), name="directory lock", daemon=True)
@@ -321,7 +326,7 @@ def _begun(aside: Path, mode: int, new_folders: list[Path]) -> int:
         new_folders.extend(path for path in absent if path not in new_folders)
         aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         try:
-            return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileNotFoundError:  # the process that created the directory has just removed it
             if again == 9:
                 raise
@@ -360,7 +365,7 @@ def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | No
         if error.errno not in _NO_LINKS:
             raise
     try:
-        own_descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        own_descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return None
     _fill(own_descriptor, holder)

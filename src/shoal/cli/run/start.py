@@ -198,6 +198,9 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
             resizable = not (request.what.plan.serves or alone)
             yield replace(request, where=replace(request.where, out=lock.folder, resizable=resizable)), lock
         finally:
+            if lock.is_new:
+                with contextlib.suppress(OSError):
+                    RunDirectory(lock.folder).discard_failed_start()
             withdraw(lock.folder)
 
 
