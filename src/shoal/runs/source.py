@@ -14,8 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -34,51 +33,38 @@ _SECRET_TEXT = re.compile(
 )
 
 
-def write_source(directory: Path, code: Path, arguments: Sequence[str]) -> None:
-    """Write what `shoal runs reproduce` needs to a run directory, unless it is there already.
+class SourceRecord:
+    """What `shoal runs reproduce` needs, read by a thread of its own: git and the packages take a tenth of a second."""
 
-    Args:
-        directory: the run directory.
-        code: folder of the job's code, which may be in a git checkout.
-        arguments: the command that began the run, with its program.
-    Raises: OSError.
-    """
-    folder = directory / FOLDER
-    if (folder / COMMAND).exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    commit, patch = commit_of(code)
-    if patch:
-        write_file(folder / PATCH, patch)
-    write_file(folder / COMMIT, json.dumps(commit, indent=2) + "\n")
-    write_file(folder / PACKAGES, "".join(f"{line}\n" for line in _packages()))
-    command = {
-        "arguments": command_without_secrets(arguments),
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-    write_file(folder / COMMAND, json.dumps(command, indent=2) + "\n")
+    def __init__(self, code: Path) -> None:
+        """Begin to read. `code`: folder of the job's code, which may be in a git checkout."""
+        self._code, self._texts = code, dict[str, str]()
+        self._thread = threading.Thread(target=self._read, name="source of the run", daemon=True)
+        self._thread.start()
 
+    def _read(self) -> None:
+        commit, patch = commit_of(self._code)
+        self._texts = {PATCH: patch} if patch else {}
+        self._texts[COMMIT] = json.dumps(commit, indent=2) + "\n"
+        self._texts[PACKAGES] = "".join(f"{line}\n" for line in _packages())
 
-def writing_source(directory: Path, code: Path) -> threading.Thread:
-    """Start a thread that does `write_source`, since git and the list of packages take tenths of a second.
-
-    The command is that which has locked the directory. An error becomes a warning.
-    """
-    command = (read_json(directory / LOCK) or {}).get("command")
-    arguments = shlex.split(command) if isinstance(command, str) else sys.argv
-
-    def write() -> None:
-        try:
-            write_source(directory, code, arguments)
-        except OSError as error:
-            warnings.warn(f"the run's source is not recorded: {error}", RuntimeWarning, stacklevel=2)
-
-    thread = threading.Thread(target=write, name="source of the run")
-    thread.start()
-    return thread
+    def write(self, directory: Path) -> None:
+        """Write the files to a locked run directory, unless they are there already. Raises: OSError."""
+        folder = directory / FOLDER
+        if (folder / COMMAND).exists():
+            return
+        self._thread.join()
+        words = (read_json(directory / LOCK) or {}).get("command")
+        command = {
+            "arguments": shlex.split(words) if isinstance(words, str) else command_without_secrets(sys.argv),
+            "folder": os.getcwd(),
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**self._texts, COMMAND: json.dumps(command, indent=2) + "\n"}.items():
+            write_file(folder / name, text)
 
 
 def commit_of(code: Path) -> tuple[dict[str, Any], str]:

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import signal
-import threading
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -53,7 +52,7 @@ from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
-from shoal.runs.source import writing_source
+from shoal.runs.source import SourceRecord
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
@@ -77,6 +76,7 @@ class _Call:
     profile: StepProfile | None = None
     unlike: list[str] | None = None  # fields of the job that a resume's other settings change
     start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
+    source: SourceRecord | None = None
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -113,8 +113,13 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     raise failure
                 return own
 
+            source = None
+            if environment.rank == 0 and not (request.course.no_source or request.restarts):
+                source = SourceRecord(request.what.job.path.parent)  # reads files while the model is built
             if request.what.plan.serves:
-                return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
+                return _serve(
+                    _Call(request, loaded(), signals, unlike=unlike, start_up=start_up, source=source), environment
+                )
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.what.plan.degrees) as mesh:
@@ -140,7 +145,9 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     stack.enter_context(_fenced(request, environment))
                 about = (judged.notes, judged.why_grains)
                 return _train(
-                    mesh, judged.plan, _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up)
+                    mesh,
+                    judged.plan,
+                    _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up, source=source),
                 )
         except (Exception, SystemExit) as caught:
             request.where.fence.check()  # a paused process lost the others; report the reason
@@ -288,17 +295,18 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     num_steps = request.course.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
-    source: threading.Thread | None = None
     try:
         initial = engine.initial_weights if state is None else None  # restarted ranks have the same options but a state
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(initial.lines() if initial else ())):
             reporter.note(complaint)
-        together(
-            mesh,
-            lambda: write_description(directory, engine, description, request.where.fence) if mesh.rank == 0 else None,
-        )
-        if mesh.rank == 0 and not request.course.no_source:
-            source = writing_source(directory.path, request.what.job.path.parent)
+
+        def write() -> None:
+            if call.source is not None:
+                call.source.write(directory.path)
+            if mesh.rank == 0:
+                write_description(directory, engine, description, request.where.fence)
+
+        together(mesh, write)
         if initial is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
         try:
@@ -372,7 +380,5 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         if unsaved is not None:
             raise unsaved
     finally:
-        if source is not None:
-            source.join()
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
