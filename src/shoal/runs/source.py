@@ -34,7 +34,7 @@ _SECRET_TEXT = re.compile(
 
 
 class SourceRecord:
-    """What `shoal runs reproduce` needs, read by a thread of its own: git and the packages take a tenth of a second."""
+    """Commit, changes and packages for `shoal runs reproduce`, read by a thread: git takes a tenth of a second."""
 
     def __init__(self, code: Path) -> None:
         """Begin to read. `code`: folder of the job's code, which may be in a git checkout."""
