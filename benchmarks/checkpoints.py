@@ -22,8 +22,8 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor
 
+from shoal.checkpoint.keeper import CheckpointWriter, SnapshotMemory
 from shoal.checkpoint.store import Snapshot, Store
-from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 
 NUM_TENSORS, ELEMENTS = 200, 250_000
 _TRIALS, _SECONDS = 15, 6.0

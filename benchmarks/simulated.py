@@ -2,7 +2,7 @@
 
 Repeat with `python -m benchmarks.simulated`: a minute or two. `shoal.launch.supervise.recovery` decides on starts and
 pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.directory_lock` numbers the starts,
-`shoal.runs.attempts` counts losses, and `shoal.checkpoint.writer` sets the interval; clock, network, ranks, checkpoints
+`shoal.runs.attempts` counts losses, and `shoal.checkpoint.keeper` sets the interval; clock, network, ranks, checkpoints
 and hosts are simulated.
 
 The rate: 419 unexpected interruptions in 54 days on 16,384 GPUs (Grattafiori et al., The Llama 3 Herd of Models, 2024,
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.checkpoint.writer import interval_seconds
+from shoal.checkpoint.keeper import interval_seconds
 from shoal.errors import PeerError, RankLostError, ShoalError
 from shoal.launch.signals import Signals
 from shoal.launch.supervise import heartbeat

@@ -175,7 +175,7 @@ def _plain(records: Sequence[StepRecord]) -> list[float]:
 
 
 def _quickest(records: Sequence[StepRecord], span: str) -> float:
-    """Return the first decile of a span's seconds on the rank that has the least of it."""
+    """Return the first decile over steps of a span's seconds. Of each step the quickest rank counts."""
     values = sorted(r.ranks[span].min if span in r.ranks else r.spans.get(span, 0.0) for r in records)
     return values[len(values) // _QUICKEST]
 

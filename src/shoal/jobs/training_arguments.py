@@ -86,7 +86,8 @@ class TransformersModel:
 class LabelsLoss:
     """Loss (model, batch) -> (total, weight) of a batch with `labels`. A label of -100 does not count.
 
-    A model of the next token predicts the following label. `smoothing`: label smoothing of cross entropies.
+    For a causal language model the logits at a position are compared with the label at the next one.
+    `smoothing`: label smoothing of cross entropies.
     """
 
     source: TransformersModel

@@ -55,7 +55,7 @@ FINE, COARSE = Rounding(64 * torch.finfo(torch.float32).eps, 1e-5), Rounding(1e-
 
 
 def defined_rules(model: nn.Module) -> dict[str, str]:
-    """Return the rules, by name, of buffers that torch defines: running statistics and power iterations."""
+    """Return {buffer: rule} for buffers of torch's own layers: running statistics, and vectors of power iterations."""
     rules: dict[str, str] = {}
     for prefix, module in model.named_modules():
         own: dict[str, str] = {}

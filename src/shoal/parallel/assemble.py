@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a model: its constructor, the seed's key, the loss, and a function that returns a small batch.
+    """Source of a model: its constructor, the random key of the seed, the loss, and a function for a small batch.
 
-    `pair`: the loss as the engine computes it, under autocast and with checks.
+    `pair`: (model, batch) -> (total, weight), the loss as the engine computes it, under autocast and with checks.
     """
 
     make: Callable[[], nn.Module]

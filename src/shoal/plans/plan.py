@@ -135,7 +135,7 @@ class LayoutSection(_Section):
 
 
 class BatchSection(_Section):
-    """Grains in one forward; 0 means all of a rank's grains, until the plan is resolved for a job."""
+    """Grains in one forward; 0 leaves the number to `plans.resolve.judge`."""
 
     grains_per_microbatch: Annotated[int, Field(ge=0)] = 0
 

@@ -117,7 +117,7 @@ class _Sums:
         self.seconds[name] += max(0.0, seconds)
 
     def steps(self, records: Iterable[StepRecord]) -> float:
-        """Add steps and the events after each; return their seconds."""
+        """Add the spans of steps, and the evaluation and checkpoint after each; return the seconds of all together."""
         total = 0.0
         for record in records:
             known = 0.0

@@ -267,5 +267,5 @@ def fetch_to_read(run: str, folder: Path) -> None:
         raise RunDirectoryError(
             given=run,
             conflict="no run began there, or it has saved nothing yet (it has no job.json)",
-            remedy="give the address that --out of the run has; of a checkpoint that of its run, and --step",
+            remedy="give what --out of the run was, for a checkpoint its run's address together with --step N",
         )

@@ -34,7 +34,7 @@ class Spread:
 
 
 class OwnSpreads(Mapping[str, Spread]):
-    """Quantities of a single rank as spreads, which are created on access. Each name has one value."""
+    """Measurements of a run's only rank as spreads, created on access: minimum and maximum are the same value."""
 
     def __init__(self, names: tuple[str, ...], values: tuple[float, ...]) -> None:
         self._names, self._values = names, values

@@ -131,7 +131,8 @@ def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None
         raise CollectiveError(
             given=f"{kind} of {whole.numel()} elements of {whole.dtype} and {part.numel()} of {part.dtype}",
             conflict=f"{world_size} ranks have {world_size} equal parts",
-            remedy=f"give {world_size * part.numel()} elements of {part.dtype}, padded where they do not divide",
+            remedy=f"give a whole tensor of {world_size * part.numel()} elements of {part.dtype}, padded to a multiple "
+            f"of {world_size} if needed",
         )
 
 

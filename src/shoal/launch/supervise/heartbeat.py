@@ -250,6 +250,11 @@ class Watch:
         }
 
     def _limit(self, now: float, reading: Reading) -> float:
+        """Return the seconds that a rank may stay in its phase.
+
+        That is 3 times the longest of late (600 s if none has ended), at least 5 s, at least the training time since
+        the newest checkpoint, and 4 times an earlier false alarm.
+        """
         learned = _TIMES * reading.longest if reading.longest else _FIRST_SECONDS
         lost = self.unsaved() - (now - reading.since)  # the seconds that were trained before it stood still
         return max(_LEAST_SECONDS, learned, lost, 4.0 * self.excused.get(reading.phase, 0.0))

@@ -89,7 +89,7 @@ class FunctionTrace(TorchFunctionMode):
 def on_copies(
     model: nn.Module, loss: Callable[..., Any], batch: Any, values: Callable[[str], Tensor] | None
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Return a context to run a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
+    """Return a context to run a loss on copies of a model and a batch.
 
     Integers of the batch have their values in both cases. The run leaves no trace, for example in a cache of a
     function.

@@ -40,7 +40,7 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
 
 
 def with_tensors(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> Any:
-    """Return the same structure with the tensors of `found` at their paths."""
+    """Return the same structure with `tensors` at their paths."""
     if isinstance(value, Tensor):
         return tensors.get(path, value)
     if type(value) in (tuple, list):

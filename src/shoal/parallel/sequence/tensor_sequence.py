@@ -369,9 +369,10 @@ _ITEMSIZE = 4
 def tensor_traffic(
     plan: TensorPlan, sequences: SequencePlan, rows: int, degree: int, microbatches: Sequence[int]
 ) -> list[SizedCollective] | None:
-    """Return the traffic of microbatches of these sample counts; None if blocks contain whole sequences.
+    """Return the collectives that the tensor axis sends for microbatches of these sample counts.
 
-    The model is divided by `plan` and was traced with a batch of `rows` samples. All batches have its lengths.
+    The model is divided by `plan` and was traced with a batch of `rows` samples; sequences are taken to be as long as
+    in that batch. None if a block has modules that compute all positions on every rank (`wholes`).
     """
     if any(block.wholes for block in sequences.blocks.values()):
         return None

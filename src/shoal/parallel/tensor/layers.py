@@ -256,7 +256,7 @@ class Row:
             output = self.sum(product(module, input, weight, None))
             return output if bias is None else output + bias.to(output.dtype)
         # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
-        # numerics/wide_products.py).
+        # numerics/precision.py).
         with torch.autocast("cpu", enabled=False):
             output = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
             output = self.sum(output)

@@ -103,7 +103,10 @@ def observe(
     batch: Any,
     values: Callable[[str], Tensor] | None = None,
 ) -> TensorTrace:
-    """Run `loss(model, batch)` on copies, value-free or with `values` by name on the CPU, and return the trace.
+    """Run `loss(model, batch)` on copies and return the trace.
+
+    `values`: function that returns a tensor of the model by its name; the copies are then on the CPU. Without it the
+        run is value-free.
 
     Raises: what the model or the loss raises.
     """

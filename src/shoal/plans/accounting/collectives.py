@@ -206,7 +206,7 @@ def exact_data_parallel(
     """Yield a step's collectives of exact mode on `rank`, where rank r computes the grains `grains_of_ranks[r]`.
 
     They are two all_reduces (a row of sums for each grain; flags and used parameters), an all_to_all of the ranks' tree
-    nodes cut by rank, and an all_gather of the summed cuts. See collectives/fixed_tree.py.
+    nodes cut by rank, and an all_gather of the summed cuts. See distributed/collectives/fixed_tree.py.
     """
     world_size = len(grains_of_ranks)
     if world_size == 1:

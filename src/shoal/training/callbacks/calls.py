@@ -256,10 +256,10 @@ class CallbackCalls:
         return any(not (type(c).watches_only and overrides(c, "at_once")) for c in stepping)
 
     def num_late(self, step: int, most: int) -> float:
-        """Return the number of steps from `step`, counted from 1, after which no `on_step` has to run at once.
+        """Return for how many steps, from `step` on (counted from 1), the `on_step` hooks may run late.
 
-        The value is at most `most`, or infinity without an `on_step`. It is this rank's alone: ranks have to agree on
-        the minimum.
+        The count ends before the first step at which a callback wants to run at once, and at `most`; without an
+        `on_step` it is infinity. It is this rank's alone: ranks have to agree on the minimum.
         """
         stepping = self._active.with_hook("on_step")
         if not stepping:

@@ -109,7 +109,7 @@ class Loop:
                         boundary.status = "failed"
                         raise UserCodeError(
                             given=f"step {step.number} was not iterated to its end",
-                            conflict="its batches belong to the training",
+                            conflict="an update needs every batch of its step",
                             remedy="write: for batch in step: ... step.backward(total, weight)",
                         )
                     self._count()

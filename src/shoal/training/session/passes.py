@@ -126,8 +126,10 @@ class UpdateWays:
             how = "memory.shared" if plan.shares_memory else how
             raise JobError(
                 given=f"parameters that were frozen or unfrozen in the midst of the training, with {how}",
-                conflict="what ranks keep for each parameter was divided among them before the first step",
-                remedy="set requires_grad before session.steps(), or use the data axis without compression",
+                conflict="the state of each parameter (of the optimizer, of compression) was divided among the "
+                "ranks before the first step",
+                remedy="set requires_grad before session.steps(), or use the data axis without compression and "
+                "shared memory",
             )
         if not trained:
             raise JobError(

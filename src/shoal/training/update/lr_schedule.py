@@ -1,4 +1,4 @@
-"""Schedule: a torch learning-rate scheduler as a job's schedule, a function of the step alone."""
+"""Schedule: a torch learning-rate scheduler as a job's schedule. The own warm-up is `jobs/job.py:WarmupCosine`."""
 
 from __future__ import annotations
 

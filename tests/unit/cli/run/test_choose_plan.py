@@ -81,7 +81,7 @@ def test_a_range_is_planned_as_without_auto() -> None:
 def test_the_planned_file_is_what_an_engine_gets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The planner itself is tried on a real machine and cluster, in tests/jobs/test_plan_auto.py."""
+    """The planner itself is tried on a real machine and cluster, in tests/ranks/test_first_day.py."""
     monkeypatch.chdir(tmp_path)
     plan = Plan().with_sections(layout={"data": 4})
     choice = {"plan": choose_plan.dumped(plan), "lines": ["chosen"]}
