@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runs.source import SourceRecord, commit_of, read_source
+from shoal.runs.source import commit_of, read_source, write_source
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="a commit is made by git, which is not installed")
 
@@ -103,9 +103,9 @@ def test_without_a_checkout_or_a_commit_the_reason_is_kept(tmp_path: Path, monke
 def test_source_is_written_once(tmp_path: Path) -> None:
     command = shlex.join(["shoal", "run", "job.py", "--set", "lr=1"])
     (tmp_path / "lock.json").write_text(json.dumps({"command": command}))
-    SourceRecord(tmp_path).write(tmp_path)
+    write_source(tmp_path, tmp_path)
     (tmp_path / "lock.json").write_text(json.dumps({"command": "shoal run other.py"}))
-    SourceRecord(tmp_path).write(tmp_path)
+    write_source(tmp_path, tmp_path)
     assert read_source(tmp_path)["command.json"]["arguments"] == ["shoal", "run", "job.py", "--set", "lr=1"]
     packages = (tmp_path / "source" / "packages.txt").read_text().splitlines()
     assert any(line.startswith("torch==") for line in packages)

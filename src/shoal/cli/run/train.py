@@ -52,7 +52,7 @@ from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
-from shoal.runs.source import SourceRecord
+from shoal.runs.source import write_source
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
@@ -76,7 +76,6 @@ class _Call:
     profile: StepProfile | None = None
     unlike: list[str] | None = None  # fields of the job that a resume's other settings change
     start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
-    source: SourceRecord | None = None
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -113,13 +112,8 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     raise failure
                 return own
 
-            source = None
-            if environment.rank == 0 and not (request.course.no_source or request.restarts):
-                source = SourceRecord(request.what.job.path.parent)  # reads files while the model is built
             if request.what.plan.serves:
-                return _serve(
-                    _Call(request, loaded(), signals, unlike=unlike, start_up=start_up, source=source), environment
-                )
+                return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.what.plan.degrees) as mesh:
@@ -147,7 +141,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 return _train(
                     mesh,
                     judged.plan,
-                    _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up, source=source),
+                    _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up),
                 )
         except (Exception, SystemExit) as caught:
             request.where.fence.check()  # a paused process lost the others; report the reason
@@ -301,9 +295,9 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             reporter.note(complaint)
 
         def write() -> None:
-            if call.source is not None:
-                call.source.write(directory.path)
             if mesh.rank == 0:
+                if not (request.course.no_source or request.restarts):
+                    write_source(directory.path, request.what.job.path.parent)
                 write_description(directory, engine, description, request.where.fence)
 
         together(mesh, write)
