@@ -102,7 +102,8 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
     if name in _PRECISIONS and "--precision" in own:
         yield f"--precision {_PRECISIONS[name]}"
     if name in _DEGREES and "--plan" in own:
-        yield f"--plan FILE, in which [layout] says {_DEGREES[name]} = {value if value.isdigit() else 'N'}"
+        degree = f"{_DEGREES[name]}={value if value.isdigit() else 'N'}"
+        yield f"--layout {degree}" if "--layout" in own else f"--plan FILE, in which [layout] says {degree}"
 
 
 def _setting(given: Sequence[str], name: str, value: str) -> Iterator[str]:

@@ -75,9 +75,16 @@ def test_what_is_written_is_read_back(store: Store) -> None:
     }
 
 
-def test_nobody_else_can_read_it(store: Store) -> None:
-    assert (store.folder / directory_name(10)).stat().st_mode & 0o077 == 0
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files(store, 10))
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o755), (0o027, 0o750), (0o077, 0o700)])
+def test_the_umask_says_who_can_read_it_and_nobody_else_can_write(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = Store(tmp_path / "checkpoints")
+        store.write(snapshot(10))
+    finally:
+        os.umask(before)
+    assert (store.folder / directory_name(10)).stat().st_mode & 0o777 == mode
+    assert {path.stat().st_mode & 0o777 for path in files(store, 10)} == {mode & 0o666}
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

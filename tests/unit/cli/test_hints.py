@@ -35,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("run net.py --output here", "--out here"),
         ("plan net.py --out here", "--output here"),
         ("run net.py --fp16", "--precision fp16"),
-        ("run net.py --tp 2", "--plan FILE, in which [layout] says tensor = 2"),
+        ("run net.py --tp 2", "--layout tensor=2"),
         ("run net.py --lr 0.3", "--set lr=0.3"),
         ("run net.py --epochs 5", "--set num_epochs=5"),
         ("plan net.py:other --batch-size 5", "--set batch_size=5"),
@@ -49,7 +49,7 @@ def test_words_of_other_tools(job: str, capsys: pytest.CaptureFixture[str], line
 
 
 def test_an_option_of_another_command_is_told_as_that(job: str) -> None:
-    assert hints("run", OPTIONS, ["run", job, "--cluster", "8xH100"]) == "; --cluster is an option of shoal plan"
+    assert hints("run", OPTIONS, ["run", job, "--aim", "cheapest"]) == "; --aim is an option of shoal plan"
     assert hints("plan", OPTIONS, ["plan", job, "--resume"]) == "; --resume is an option of shoal run"
 
 
