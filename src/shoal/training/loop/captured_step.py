@@ -296,6 +296,7 @@ class CapturedStep:
                 link = link.__cause__ or link.__context__
             first_line = (text_of(error).strip().splitlines() or [""])[0][:200]
             self._refuse(str(link) if link is not None else f"{type(error).__name__}: {first_line}")
+            del link  # else its traceback keeps this frame, and the frames of the forward, with their tensors
         else:
             if self._num_captures == 1:
                 self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")

@@ -407,12 +407,12 @@ class StepRunner:
             parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
         following, proposal, error = None, None, None
-        try:
-            if fetched.error is not None:
-                raise fetched.error
+
+        def compute() -> None:
+            """Compute the microbatches; their data are released on return, before the next step is fetched."""
             if parts.pipeline is not None:
                 loaded = list(fetched.microbatches(inputs))
-                seen += [one.microbatch.without_batch() for one in loaded]
+                seen.extend(one.microbatch.without_batch() for one in loaded)
                 if meets:
                     most, filler = (
                         self._loader.most_microbatches(fetched.step),
@@ -441,6 +441,11 @@ class StepRunner:
                         current = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
                     self._output = None  # for example, from a look
                     passes.compute(current, last=number == most - 1, counts=number < own)
+
+        try:
+            if fetched.error is not None:
+                raise fetched.error
+            compute()
         except RedoError as redo:
             if meets:  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(

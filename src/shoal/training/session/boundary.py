@@ -213,10 +213,14 @@ class LoopBoundary:
         self.is_closed = True
         if isinstance(self.error, Exception):
             self.status = "failed"
-        if self.error is not None:
-            self.conclude()
-        self.records.end(self.status)
-        self.saving.close()
+        try:
+            if self.error is not None:
+                self.conclude()
+        finally:
+            try:
+                self.records.end(self.status)
+            finally:
+                self.saving.close()
 
     def conclude(self) -> None:
         """Call `on_end` of the callbacks once, at an error, or after the evaluations that follow the loop.

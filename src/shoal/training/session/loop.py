@@ -140,9 +140,11 @@ class Loop:
             return
         if self._guard is not None:
             self._guard.lift()
-        self.boundary.close()
-        self._loader.close()
-        self.passes.close()
+        try:
+            self.boundary.close()
+        finally:
+            self._loader.close()
+            self.passes.close()
 
     def _next(self) -> StepData | None:
         """Return the next step's data on this rank, or None at the end."""

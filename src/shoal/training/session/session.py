@@ -305,6 +305,8 @@ class Session:
                 self._loop.boundary.conclude()
         finally:
             self._exit.close()
+            if self._loop is not None:
+                self._loop.boundary.error = None  # its traceback keeps the frames of the loop, with their tensors
         self._insist(error)
 
 

@@ -499,8 +499,7 @@ class Stepper:
         except Exception as error:
             raise step_error(self._optimizer, error) from error
         draws = may_draw(self._optimizer)
-        if draws:  # the same on all ranks, for optimizers that add noise
-            seed_everything(random_key(self._job.seed, "optimizer", number))
+        self.seed(number)
         before = all_generators() if refuse_noise else None
         seen = (rates_seen(self._parts), self._trained()) if draws else None
         try:
@@ -524,6 +523,11 @@ class Stepper:
                 conflict="what is drawn for one part would depend on the layout",
                 remedy="use the data axis alone, or an optimizer without noise",
             )
+
+    def seed(self, step: int) -> None:
+        """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
+        if may_draw(self._optimizer):
+            seed_everything(random_key(self._job.seed, "optimizer", step))
 
     def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
         """Step the optimizer within a graph capture, masked by `good`: bool [].
