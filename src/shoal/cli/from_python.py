@@ -30,7 +30,7 @@ from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import other_stream
 from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
-from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.directory import RunDirectory, guarded_files, read_json
 from shoal.runs.options import Option, Origin, declared, option_names, options_from
 from shoal.runs.request import devices_here
 
@@ -139,8 +139,8 @@ def run(
     # Handle signals before the folder exists: their default action would leave the job's pickle behind.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, of_job, Path(folder)))
-        options = options if is_worker(os.environ) else with_plan(options, None)
-        with at_address(options) as options:
+        with guarded_files(options.private), at_address(options) as options:
+            options = options if is_worker(os.environ) else with_plan(options, None)
             request = requested(options)
             if is_worker(os.environ):
                 if request.origin("max_restarts") is Origin.OPTION:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import RunsOptions
-from shoal.errors import CommandError, ExitCode
+from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError
+from shoal.jobs.secret_settings import is_hidden
 from shoal.report.quantities import seconds, short
 from shoal.runs.collection import RunEntry, check_removable, entry_of, remove, runs_below
 from shoal.runs.directory import SESSION, read_json
@@ -139,7 +140,7 @@ def table(entries: Sequence[RunEntry], width: int) -> list[str]:
                 common += [f"{name} {value}"] if value not in ("-", "run") else []
         metrics = {one.best[0] for one in entries if one.best}
         if len(metrics) == 1:
-            metric = metrics.pop()
+            metric = f"best {metrics.pop()}"
             columns = {metric if name == "best" else name: cells for name, cells in columns.items()}
             columns[metric] = [short(one.best[1]) if one.best else "-" for one in entries]
     while len(columns) > 1 and sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2 > width:
@@ -265,7 +266,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
         conflict = f"it has no {FOLDER}/{COMMAND}: it ran with --no-source, or with an earlier version of shoal"
         raise _refusal(f"shoal runs reproduce {word}", conflict, "see its job.json and plan.toml")
     job = read_json(folder / "job.json") or {}
-    hidden = [name for name, value in (job.get("settings") or {}).items() if str(value).startswith("<hidden>")]
+    hidden = [name for name, value in (job.get("settings") or {}).items() if is_hidden(value)]
     steps: list[tuple[str, list[str]]] = []
     if commit.get("commit"):
         lines = []
@@ -281,9 +282,11 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
             lines.append(shlex.join(["cd", commit["folder"]]))
         notes = [f"not in the patch: {name}: {reason}" for name, reason in (commit.get("left_out") or {}).items()]
         notes += [f"under no version control: {name}" for name in commit.get("untracked") or ()]
-        steps.append(("the code, as it was", [*lines, *(f"# {note}" for note in notes)]))
+        steps.append(("the code, as it was", [*lines, *(f"# {' '.join(note.splitlines())}" for note in notes)]))
     else:
-        steps.append(("the code: there is no commit", [f"# {commit.get('reason')}", f"cd {command['folder']}"]))
+        steps.append(
+            ("the code: there is no commit", [f"# {commit.get('reason')}", shlex.join(["cd", command["folder"]])])
+        )
     packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
     packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
     steps.append(("the packages", packages))
@@ -317,7 +320,7 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
             skip = False
         elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster"):
             skip = "=" not in word
-        elif word not in ("--resume", "--resume-if-exists", "--verify"):
+        elif word not in ("--resume", "--resume-if-exists", "--accept-changes", "--verify", "--dry-run"):
             same.append(word)
     return shlex.join([*same, "--plan", str(folder / "plan.toml"), "--out", f"runs/{folder.name}-again"])
 
@@ -383,6 +386,8 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     for one in entries:
         try:
             remove(Path(one.path))
+        except (RunDirectoryError, InUseError):
+            raise
         except OSError as error:
             raise _refusal(f"deleting {one.path}", f"{error.strerror or error}", "see what holds it") from error
         deleted.append(one.path)

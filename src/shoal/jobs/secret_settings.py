@@ -34,12 +34,22 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with `<hidden>` in place of the secret values of `--set NAME=VALUE`."""
-    shown = []
+    """Return a command's arguments with `<hidden>` in place of secret values: of `--set NAME=VALUE`, `--NAME VALUE`."""
+
+    def secret(name: str) -> bool:
+        parts = name.removeprefix("--set=").lstrip("-").replace("-", "_").split(".")
+        return any(is_secret(part, "") for part in parts)
+
+    shown: list[str] = []
     for argument in arguments:
         name, equals, value = argument.removeprefix("--set=").partition("=")
-        name = name.rpartition(".")[2]
-        shown.append(f"{argument[: -len(value)]}{HIDDEN}" if equals and value and is_secret(name, value) else argument)
+        before = shown[-1] if shown else ""
+        if equals and value and secret(name):
+            shown.append(f"{argument[: -len(value)]}{HIDDEN}")
+        elif before.startswith("--") and "=" not in before and secret(before) and not argument.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(argument)
     return shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from shoal.errors import InUseError, RunDirectoryError
 from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import SESSION, RunDirectory, read_json
 from shoal.runs.directory_lock import claim, held_since, is_held
+from shoal.runs.sound_values import sound_job, sound_result
 from shoal.runs.source import COMMIT, read_source
 
 _DEPTH = 4  # folders below the given one in which runs are looked for
@@ -83,7 +85,8 @@ def runs_below(folder: Path) -> Iterator[RunEntry]:
         for child in sorted(children, key=lambda one: one.name):
             place = Path(child.path)
             if (place / "job.json").exists() or (place / _CERTIFICATE).exists():
-                yield entry_of(place, place.relative_to(folder).as_posix())
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    yield entry_of(place, place.relative_to(folder).as_posix())
             elif depth > 1 and not child.name.startswith("."):
                 yield from within(place, depth - 1)
 
@@ -96,7 +99,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
     job = read_json(files.job)
     if job is None and not files.job.exists():
         return _certificate(path, name)
-    job, result = job or {}, read_json(files.result) or {}
+    job, result = sound_job(job or {}), sound_result(read_json(files.result) or {})
     last, attempts = _last_record(files.records), _attempts(files.attempts)
     source = read_source(path)
     is_session = job.get("function") == SESSION
@@ -160,6 +163,10 @@ def check_removable(path: Path) -> None:
         conflict, remedy = "there is no such folder", "see: shoal runs"
     elif not isinstance((read_json(path / "job.json") or {}).get("versions"), dict):
         conflict, remedy = "it holds no job.json of shoal, so it may not be a run", "delete it by other means"
+    elif Path.cwd().resolve().is_relative_to(path.resolve()) or (path / ".git").exists():
+        conflict, remedy = "it is or holds the current folder, or is a checkout", "delete it by other means"
+    elif any(one.parent != path for one in path.rglob("job.json")):
+        conflict, remedy = "other runs are in it", "delete those first"
     elif is_held(path):
         raise InUseError(given=given, conflict="a process trains there now", remedy="stop it first")
     else:
@@ -215,7 +222,7 @@ def _last_record(path: Path) -> dict[str, Any]:
             document = json.loads(line)
         except ValueError:
             continue
-        if isinstance(document, dict) and "step" in document:
+        if isinstance(document, dict) and isinstance(document.get("step"), int):
             return document
     return {}
 

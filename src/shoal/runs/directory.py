@@ -47,15 +47,29 @@ class RunDirectory:
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
 
     def discard_failed_start(self) -> None:
-        """Empty the directory if a start failed here before a step, and left no traceback, log or certificate."""
+        """Empty the directory if a start failed here before a step and nothing but its own description is there.
+
+        A killed run has no result, and one that has begun its steps has attempts: both stay, as all with a traceback,
+        logs or incidents.
+        """
         result = read_json(self.result)
-        failed = result is None or (result.get("status") == "failed" and result.get("steps") == 0)
-        findings = [*self.errors.glob("*"), *self.path.glob("logs/*"), *self.checkpoints.glob("*")]
-        findings += [self.records, self.path / "certificate.json"]
-        if failed and not any(path.is_dir() or (path.exists() and path.stat().st_size) for path in findings):
-            for path in self.path.iterdir():
-                if path.name != "lock.json":
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        failed = result.get("status") == "failed" and result.get("steps") == 0 if result else not self.attempts.exists()
+        own = {
+            "job.json",
+            "plan.toml",
+            "result.json",
+            "attempts.jsonl",
+            "records.jsonl",
+            "source",
+            "generations",
+            "model",
+        }
+        there = {path.name: path for path in self.path.iterdir() if path.name != "lock.json"}
+        empty = [path for path in there.values() if path.is_dir() and not any(path.iterdir())]
+        has_steps = self.records.exists() and self.records.stat().st_size > 0
+        if failed and not has_steps and not there.keys() - own - {path.name for path in empty}:
+            for path in there.values():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def check_job(self) -> None:
         """Check that job.json is readable. Raises: IntegrityError if not."""

@@ -77,17 +77,27 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
     try:
         root = git("rev-parse", "--show-toplevel").decode().rstrip("\n")
         commit = git("rev-parse", "--verify", "HEAD").decode().strip()
-        changed = git("-C", root, "diff", "HEAD", "--numstat", "-z", "--no-renames").decode(errors="replace")
+        changed = git("-C", root, "diff", "HEAD", "--numstat", "-z", "--no-renames").decode(errors="surrogateescape")
         untracked = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py").decode(errors="replace")
         texts, left_out = _chosen(changed)
         patch = ""
         if texts:
-            options = ("--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
+            options = (
+                "--submodule=short",
+                "--no-renames",
+                "--no-ext-diff",
+                "--no-textconv",
+                "--no-color",
+                "--full-index",
+            )
             whole = git("--literal-pathspecs", "-C", root, "diff", "HEAD", *options, "--", *texts)
-            patch = _joined(whole, texts, left_out)
+            try:
+                patch = _joined(whole, texts, left_out)
+            except ValueError:  # git writes it in another form
+                left_out |= dict.fromkeys(texts, "git's diff could not be read")
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error).encode()
-        return {"commit": None, "reason": words.decode(errors="replace").strip().splitlines()[0][:200]}, ""
+        return {"commit": None, "reason": words.decode(errors="replace").strip()[:200].partition("\n")[0]}, ""
     about: dict[str, Any] = {"commit": commit, "branch": None, "remote": None, "dirty": bool(changed)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         about["branch"] = git("symbolic-ref", "--short", "HEAD").decode().strip()

@@ -32,3 +32,9 @@ def test_texts_below_a_secret_name_are_hidden() -> None:
     assert is_hidden(shown["api_token"])
     assert shown["api_token"]["count"] == 3
     assert without_hidden(shown) == {"lr": "0.1"}
+
+
+def test_secrets_of_a_program_s_own_options_are_hidden() -> None:
+    words = ["train.py", "--api-token", "abc", "--db-password=abc", "--set", "secret.value=abc", "--token", "--lr", "1"]
+    hidden = ["train.py", "--api-token", "<hidden>", "--db-password=<hidden>", "--set", "secret.value=<hidden>"]
+    assert command_without_secrets(words) == [*hidden, "--token", "--lr", "1"]

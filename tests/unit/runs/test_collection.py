@@ -103,3 +103,24 @@ def test_nothing_is_removed_through_a_link_or_under_a_running_command(folder: Pa
     finally:
         lock.release()
     assert (folder / "finished" / "result.json").exists()
+
+
+def test_other_runs_checkouts_and_the_current_folder_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(folder / "finished", folder / "outer" / "finished")
+    shutil.copy(folder / "finished" / "job.json", folder / "outer")
+    with pytest.raises(RunDirectoryError, match="other runs are in it"):
+        remove(folder / "outer")
+    (folder / "finished" / ".git").mkdir()
+    with pytest.raises(RunDirectoryError, match="a checkout"):
+        remove(folder / "finished")
+    monkeypatch.chdir(folder / "sweep" / "stopped")
+    for path in (Path(), folder / "sweep" / "stopped"):
+        with pytest.raises(RunDirectoryError, match="current folder"):
+            remove(path)
+
+
+@pytest.mark.parametrize("text", ['{"status": 3, "best": [1], "metrics": 7}', "[]", "", '{"best": {"value": "x"}}'])
+def test_odd_values_leave_their_part_empty(folder: Path, text: str) -> None:
+    (folder / "finished" / "result.json").write_text(text)
+    (folder / "finished" / "records.jsonl").write_text('{"step": "seven"}\n')
+    assert [one.name for one in runs_below(folder)] == ["checked", "finished", "sweep/stopped"]

@@ -113,3 +113,29 @@ def test_a_file_is_written_through_no_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"report\.html\.tmp"):
         write_file(target, "page")
     assert other.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("files", "stays"),
+    [
+        ({"job.json": "{}", "result.json": '{"status": "failed", "steps": 0}', "attempts.jsonl": "{}"}, False),
+        ({"generations/000001": "", "plan.toml": ""}, False),
+        ({"job.json": "{}", "attempts.jsonl": "{}"}, True),  # killed: it may have trained
+        ({"job.json": "{}", "result.json": "damaged", "attempts.jsonl": "{}"}, True),
+        ({"result.json": '{"status": "failed", "steps": 0}', "errors/rank-0.txt": "why"}, True),
+        ({"result.json": '{"status": "failed", "steps": 0}', "logs/rank-1.txt": ""}, True),
+        ({"result.json": '{"status": "failed", "steps": 0}', "events.jsonl": "{}"}, True),
+        ({"result.json": '{"status": "failed", "steps": 0}', "trace-1-2.json.gz": ""}, True),
+        ({"result.json": '{"status": "failed", "steps": 0}', "notes.txt": ""}, True),
+        ({"result.json": '{"status": "completed", "steps": 0}'}, True),
+        ({"certificate.json": "{}"}, True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_failed_start_leaves(tmp_path: Path, files: dict[str, str], stays: bool) -> None:
+    for name, text in {**files, "lock.json": "{}"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    RunDirectory(tmp_path).discard_failed_start()
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == ({*files, "lock.json"} if stays else {"lock.json"})

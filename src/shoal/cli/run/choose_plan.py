@@ -46,6 +46,12 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
     engine = options.on.partition(":")[0]
     if engine == "local" and ":" in str(options.devices) and options.cluster is None:
         return replace(options, plan=None)  # the planner is asked for a range anyway
+    if ":" in str(options.devices):
+        raise CommandError(
+            given=f"--devices {options.devices} {_spelled(options)}",
+            conflict="a plan for a cluster has one number of devices",
+            remedy="write the most that it may take, such as --devices 16",
+        )
     if engine != "local" and options.cluster is None:
         raise CommandError(
             given=f"{_spelled(options)} --on {options.on}",
@@ -124,7 +130,7 @@ def _check(options: RunOptions, asks: bool) -> None:
 
 
 def _spelled(options: RunOptions) -> str:
-    return "--plan auto" if options.plan == AUTO else "--devices auto"
+    return "--devices auto" if options.devices == AUTO else "--plan auto"
 
 
 def _target(options: RunOptions) -> JobRequest:

@@ -298,7 +298,19 @@ def run(options: RunOptions) -> int:
         options = with_plan(options, environment)
         limits = range_of(options)
         options = with_number(options, environment)
-        if options.verify and verify(verification_of(options)) != ExitCode.DONE:
+        if options.verify and environment is not None:
+            raise CommandError(
+                given=f"--verify, in a process that {environment.engine or 'a launcher'} has started",
+                conflict="a verification starts its own processes",
+                remedy="call shoal verify before, and leave --verify out",
+            )
+        if options.verify and options.resume:
+            raise CommandError(
+                given="--verify --resume",
+                conflict="two steps from the beginning say nothing of a run that goes on",
+                remedy="leave one of them out",
+            )
+        if options.verify and not options.dry_run and verify(verification_of(options)) != ExitCode.DONE:
             raise CommandError(
                 given=f"--verify of {options.job if isinstance(options.job, str) else options.job.target}",
                 conflict="the two steps are not verified, as said above, and nothing is trained",
@@ -391,6 +403,9 @@ def verify(options: VerifyOptions) -> int:
 def verification_of(options: RunOptions) -> VerifyOptions:
     """Return the options for two steps of `shoal verify` before a run."""
     same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions) if one.name != "out"}
+    if options.layout is not None:
+        devices = whole_number("devices", options.devices, 1)
+        same |= {"plan": with_layout(Plan(), options.layout, devices), "devices": None}
     return VerifyOptions(**same, steps=2)
 
 

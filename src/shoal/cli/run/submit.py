@@ -27,7 +27,7 @@ from shoal.runs.options import Origin, arguments_of
 from shoal.runs.request import RunRequest, devices_here
 
 # Options of this call that the ranks' command does not get.
-_OWN = ("on", "dry_run", "max_restarts")
+_OWN = ("on", "dry_run", "max_restarts", "verify")
 
 
 @dataclass(frozen=True)

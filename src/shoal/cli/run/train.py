@@ -296,7 +296,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
         def write() -> None:
             if mesh.rank == 0:
-                if not (request.course.no_source or request.restarts):
+                if not request.course.no_source:
                     write_source(directory.path, request.what.job.path.parent)
                 write_description(directory, engine, description, request.where.fence)
 

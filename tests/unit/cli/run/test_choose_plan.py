@@ -7,7 +7,8 @@ from shoal.cli.main import main
 from shoal.cli.options import RunOptions
 from shoal.cli.run import choose_plan
 from shoal.cli.run.choose_plan import with_layout, with_plan
-from shoal.cli.run.start import requested
+from shoal.cli.run.start import requested, verification_of
+from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError, PlanError
 from shoal.launch.environment import Environment
 from shoal.plans import Plan
@@ -101,3 +102,21 @@ def test_help_names_the_three_plans(capsys: pytest.CaptureFixture[str]) -> None:
         main(["run", "--help"])
     text = capsys.readouterr().out
     assert all(word in text for word in ("--plan FILE|auto", "--layout AXIS=N,...", "--cluster C", "--verify"))
+
+
+def test_the_layout_is_what_is_verified() -> None:
+    wanted = verification_of(options(layout="data=2", devices=2, precision="bf16"))
+    assert isinstance(wanted.plan, Plan)
+    assert (wanted.plan.layout.data, wanted.devices, wanted.precision, wanted.steps) == (2, None, "bf16", 2)
+
+
+def test_an_engine_starts_no_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("")
+    asked = options(verify=True, devices=2, on="slurm")
+    assert "--verify" not in submission_of(asked, requested(asked)).arguments
+
+
+def test_a_cluster_takes_no_range() -> None:
+    with pytest.raises(CommandError, match="one number of devices"):
+        with_plan(options(plan="auto", devices="2:4", cluster="8xH100"), None)
