@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import RunsOptions
-from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError
+from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, nearest
 from shoal.jobs.secret_settings import is_hidden
 from shoal.report.quantities import seconds, short
-from shoal.runs.collection import RunEntry, check_removable, entry_of, remove, runs_below
+from shoal.runs.collection import RunEntry, attempts_in, check_removable, entry_of, is_listed, remove, runs_below
 from shoal.runs.directory import SESSION, read_json
 from shoal.runs.source import COMMAND, COMMIT, FOLDER, PACKAGES, PATCH, read_source
 
@@ -55,6 +55,9 @@ _WIDTH = 80
 def runs(options: RunsOptions) -> ExitCode:
     """Do what the first word says. Raises: CommandError; RunDirectoryError; InUseError."""
     action, words = options.words[0] if options.words else "list", list(options.words[1:])
+    if action not in ACTIONS and words:
+        given, known = f"shoal runs {' '.join(options.words)}", ", ".join(ACTIONS)
+        raise _refusal(given, f"{action} is none of {known}{nearest(action, list(ACTIONS))}", "see shoal runs --help")
     if action not in ACTIONS:
         action, words = "list", list(options.words)
     _check(options, action, words)
@@ -73,10 +76,12 @@ def runs(options: RunsOptions) -> ExitCode:
 def _check(options: RunsOptions, action: str, words: Sequence[str]) -> None:
     """Refuse a number of words, or options, that the action does not take. Raises: CommandError."""
     least, most = {"compare": (2, 99), "show": (1, 99), "delete": (1, 9999), "reproduce": (1, 1)}.get(action, (0, 1))
-    wanted = "a folder of runs" if most == 1 and least == 0 else "one run" if most == 1 else f"{least} runs or more"
+    wanted = (
+        "a folder of runs" if least == 0 else "one run" if most == 1 else "two runs or more" if least == 2 else "runs"
+    )
     given = f"shoal runs {' '.join((action, *words))}"
     if not least <= len(words) <= most:
-        raise _refusal(given, f"{action} takes {wanted}", f"write: shoal runs {action} runs/NAME")
+        raise _refusal(given, f"{action} takes {wanted}", f"write: shoal runs {action}{' NAME' * max(1, least)}")
     for flag, value, takers in (
         ("--sort", options.sort, ("list", "prune")),
         ("--filter", options.filter, ("list", "prune")),
@@ -108,7 +113,7 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
             known = ", ".join((*_KEYS, *dict.fromkeys(key for one in entries for key in one.settings)))
             raise _refusal(f"--filter {text}", f"no run has {name}", f"take one of {known}")
         else:
-            entries = [one for one in entries if name in one.settings and str(one.settings[name]) == value]
+            entries = [one for one in entries if name in one.settings and _equal(one.settings[name], value)]
     key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
     if key not in _KEYS:
         raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_KEYS)}")
@@ -121,7 +126,7 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
     if as_json:
         print(json.dumps([one.to_json() for one in entries], indent=2))
     elif not entries:
-        print("no runs here")
+        print("no run here, or none that the filters let through")
     else:
         print("\n".join(table(entries, _width())))
         total = sum(one.size for one in entries)
@@ -269,12 +274,9 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     hidden = [name for name, value in (job.get("settings") or {}).items() if is_hidden(value)]
     steps: list[tuple[str, list[str]]] = []
     if commit.get("commit"):
-        lines = []
-        place = "the checkout"
-        if commit.get("remote"):
-            place = Path(commit["remote"].rstrip("/").removesuffix(".git").replace(":", "/")).name
-            lines.append(shlex.join(["git", "clone", commit["remote"], place]))
-            lines.append(shlex.join(["cd", place]))
+        origin = commit.get("remote") or commit.get("checkout") or "CHECKOUT"
+        place = Path(origin.rstrip("/").removesuffix(".git").replace(":", "/")).name
+        lines = [shlex.join(["git", "clone", origin, place]), shlex.join(["cd", place])]
         lines.append(f"git checkout {commit['commit']}")
         if (folder / FOLDER / PATCH).exists():
             lines.append(shlex.join(["git", "apply", str(folder / FOLDER / PATCH)]))
@@ -294,11 +296,16 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     steps.append((f"the run: {entry.devices or 1} process{'es' if (entry.devices or 1) > 1 else ''}", [again]))
     if hidden:
         steps[-1][1].insert(0, f"# the values of {', '.join(hidden)} are not recorded: write them in place of <hidden>")
+    if len(attempts_in(folder / "attempts.jsonl")) > 1:
+        steps[-1][1].insert(
+            0, f"# this is the first command: the run was resumed or restarted, and reached step {entry.steps}"
+        )
     name = f"{folder.name}-again"
     steps.append(("the same?", [shlex.join(["shoal", "runs", "compare", str(folder), f"runs/{name}"])]))
     if as_json:
         print(json.dumps([{"what": what, "commands": lines} for what, lines in steps], indent=2))
         return ExitCode.DONE
+    print("set -e")
     for what, lines in steps:
         print(f"# {what}")
         print("\n".join(lines))
@@ -328,9 +335,9 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
 def _entry(word: str) -> RunEntry:
     """Return the entry of a run directory, by its path or by its name in `runs`. Raises: CommandError."""
     for path in (Path(word), Path("runs") / word):
-        if (path / "job.json").exists() or (path / "certificate.json").exists():
+        if is_listed(path):
             return entry_of(path, path.name)
-    raise _refusal(f"shoal runs ... {word}", "no run began there (it has no job.json)", "see: shoal runs")
+    raise _refusal(word, "no run began there (it has no job.json)", "see: shoal runs")
 
 
 def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
@@ -396,6 +403,14 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     else:
         print(f"deleted {len(deleted)} run{'s' if len(deleted) != 1 else ''}" if deleted else "nothing to delete")
     return ExitCode.DONE
+
+
+def _equal(setting: Any, text: str) -> bool:
+    """Return True if a setting is what a text says; numbers count as numbers."""
+    try:
+        return float(setting) == float(text)
+    except (TypeError, ValueError):
+        return str(setting) == text
 
 
 def _bytes(value: float) -> str:

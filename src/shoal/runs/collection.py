@@ -84,7 +84,7 @@ def runs_below(folder: Path) -> Iterator[RunEntry]:
             return
         for child in sorted(children, key=lambda one: one.name):
             place = Path(child.path)
-            if (place / "job.json").exists() or (place / _CERTIFICATE).exists():
+            if is_listed(place):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     yield entry_of(place, place.relative_to(folder).as_posix())
             elif depth > 1 and not child.name.startswith("."):
@@ -93,17 +93,26 @@ def runs_below(folder: Path) -> Iterator[RunEntry]:
     yield from within(folder, _DEPTH)
 
 
+def is_listed(path: Path) -> bool:
+    """Return True if a folder is a run, a certificate, or has the traceback of a start that failed."""
+    return (path / "job.json").exists() or (path / _CERTIFICATE).exists() or _failed_start(path)
+
+
+def _failed_start(path: Path) -> bool:
+    return (path / "generations").is_dir() and any(path.glob("errors/*.txt"))
+
+
 def entry_of(path: Path, name: str) -> RunEntry:
     """Return the entry of a run directory. Damaged and missing files leave their parts empty."""
     files = RunDirectory(path)
     job = read_json(files.job)
-    if job is None and not files.job.exists():
+    if job is None and (path / _CERTIFICATE).exists():
         return _certificate(path, name)
     job, result = sound_job(job or {}), sound_result(read_json(files.result) or {})
-    last, attempts = _last_record(files.records), _attempts(files.attempts)
+    last, attempts = _last_record(files.records), attempts_in(files.attempts)
     source = read_source(path)
     is_session = job.get("function") == SESSION
-    state = str(result.get("status") or "killed")
+    state = str(result.get("status") or ("failed" if not files.job.exists() else "killed"))
     if is_held(path):
         state = "running"
     elif attempts and attempts[-1].ended_at is None:
@@ -133,7 +142,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         seconds=_seconds(attempts, last, held_since(path) if state == "running" else None),
         size=size_of(path),
         commit=f"{commit['commit'][:8]}{'+' if commit.get('dirty') else ''}" if commit.get("commit") else None,
-        began_at=attempts[0].started_at if attempts else files.job.stat().st_mtime,
+        began_at=attempts[0].started_at if attempts else path.stat().st_mtime,
         settings=job.get("settings") or {},
         error=str(error.get("conflict") or error.get("kind") or "") or None,
     )
@@ -161,7 +170,9 @@ def check_removable(path: Path) -> None:
         conflict, remedy = "the path goes through a link, and nothing behind a link is deleted", f"write {real}"
     elif not path.is_dir():
         conflict, remedy = "there is no such folder", "see: shoal runs"
-    elif not isinstance((read_json(path / "job.json") or {}).get("versions"), dict):
+    elif not (_failed_start(path) or _only_certificate(path)) and not isinstance(
+        (read_json(path / "job.json") or {}).get("versions"), dict
+    ):
         conflict, remedy = "it holds no job.json of shoal, so it may not be a run", "delete it by other means"
     elif Path.cwd().resolve().is_relative_to(path.resolve()) or (path / ".git").exists():
         conflict, remedy = "it is or holds the current folder, or is a checkout", "delete it by other means"
@@ -172,6 +183,17 @@ def check_removable(path: Path) -> None:
     else:
         return
     raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
+
+
+def _only_certificate(path: Path) -> bool:
+    """Return True if a folder has a certificate of `shoal verify` and nothing that is not shoal's."""
+    verdict = (read_json(path / _CERTIFICATE) or {}).get("verdict")
+    return verdict is not None and {one.name for one in path.iterdir()} <= {
+        _CERTIFICATE,
+        "generations",
+        "logs",
+        "errors",
+    }
 
 
 def remove(path: Path) -> None:
@@ -227,7 +249,8 @@ def _last_record(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _attempts(path: Path) -> tuple[Attempt, ...]:
+def attempts_in(path: Path) -> tuple[Attempt, ...]:
+    """Return the attempts in a file, without damaged lines."""
     lines = []
     try:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

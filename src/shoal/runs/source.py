@@ -98,7 +98,7 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error).encode()
         return {"commit": None, "reason": words.decode(errors="replace").strip()[:200].partition("\n")[0]}, ""
-    about: dict[str, Any] = {"commit": commit, "branch": None, "remote": None, "dirty": bool(changed)}
+    about: dict[str, Any] = {"commit": commit, "branch": None, "remote": None, "dirty": bool(changed), "checkout": root}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         about["branch"] = git("symbolic-ref", "--short", "HEAD").decode().strip()
     with contextlib.suppress(OSError, IndexError, subprocess.SubprocessError):

@@ -109,7 +109,8 @@ def test_deleted_with_the_size(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["compare", "lr-1"], "takes 2 runs or more"),
+        (["compare", "lr-1"], "compare takes two runs or more"),
+        (["remove", "lr-1"], "remove is none of list, compare"),
         (["missing"], "there is no such folder"),
         (["show", "missing"], "no run began there"),
         (["--sort", "colour"], "no column is called colour"),
@@ -152,6 +153,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     root = folder / "lr-1"
     assert lines == [
+        "set -e",
         "# the code, as it was",
         "git clone https://example.org/me/nets.git nets",
         "cd nets",

@@ -81,6 +81,7 @@ def test_a_run_is_removed_and_nothing_else(folder: Path) -> None:
     remove(folder / "finished")
     assert not (folder / "finished").exists()
     assert (folder / "sweep" / "stopped" / "job.json").exists()
+    (folder / "checked" / "mine.txt").write_text("")
     for path in (folder / "notes", folder / "checked", folder / "missing"):
         with pytest.raises(RunDirectoryError):
             remove(path)
@@ -124,3 +125,13 @@ def test_odd_values_leave_their_part_empty(folder: Path, text: str) -> None:
     (folder / "finished" / "result.json").write_text(text)
     (folder / "finished" / "records.jsonl").write_text('{"step": "seven"}\n')
     assert [one.name for one in runs_below(folder)] == ["checked", "finished", "sweep/stopped"]
+
+
+def test_a_certificate_alone_and_the_traceback_of_a_failed_start_are_removed(folder: Path) -> None:
+    for name in ("generations", "errors"):
+        (folder / "broken" / name).mkdir(parents=True)
+    (folder / "broken" / "errors" / "rank-0.txt").write_text("RuntimeError")
+    assert {one.name: one.state for one in runs_below(folder)}["broken"] == "failed"
+    for name in ("broken", "checked"):
+        remove(folder / name)
+    assert sorted(path.name for path in folder.iterdir()) == ["finished", "notes", "sweep"]

@@ -73,12 +73,13 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         degrees = {name: getattr(plan, name) for name in ("layout", "shard", "tensor", "pipeline")}
         plan = Plan().model_copy(update=degrees)
     chosen: Plan | str = plan
-    if engine != "local":  # the engine's processes read a file
+    if engine != "local" or options.dry_run:  # the engine's processes, or whoever starts it later, read a file
         out = Path(options.out) if options.out and options.address is None else Path("runs") / _target(options).name
         file = out.with_name(f"{out.name}.plan.toml").absolute()
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, plan_text(plan))
-        print(f"note: the plan is in {file}, which all hosts must see", file=sys.stderr)
+        seen = ", which all hosts must see" if engine != "local" else ""
+        print(f"note: the plan is in {file}{seen}", file=sys.stderr)
         chosen = str(file)
     return replace(options, plan=chosen, devices=None, cluster=None)
 

@@ -164,6 +164,8 @@ def accepted_changes(
                 f"was {'not there' if one.theirs is ABSENT else one.theirs}"
                 for one in differences(now[name], saved[name])
             ]
+            if any(is_hidden(one.mine) or is_hidden(one.theirs) for one in differences(now[name], saved[name])):
+                texts.append("(values of secrets are not recorded: give them again with --set)")
             if fields_changed == []:
                 free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
             else:
