@@ -201,7 +201,10 @@ ROWS = (
         "Q",
         "a slow rank",
         "named within 20 steps, and nobody else",
-        _in("unit/training/observe/test_stragglers", "test_a_slow_rank_is_named_within_twenty_steps_and_once"),
+        _in(
+            "unit/training/observe/test_step_records_stragglers",
+            "test_a_slow_rank_is_named_within_twenty_steps_and_once",
+        ),
         _in(INCIDENTS, "test_a_straggler_is_named_and_nobody_else"),
     ),
     Row(

@@ -52,7 +52,7 @@ def test_what_no_rule_explains_is_refused_before_the_first_step(tmp_path: Path) 
     ended = run(Run(JOB, tmp_path / "run", 2, settings={"kind": "Variance"})).fails(2)
     assert "buffer spread of Variance" in ended.stderr
     assert 'Job(buffers={"spread": "last"})' in ended.stderr
-    assert not ended.records
+    assert not (ended.out / "records.jsonl").exists()
 
 
 def test_what_the_job_recomputes_is_verified(tmp_path: Path) -> None:

@@ -246,6 +246,15 @@ RUN_OPTIONS: Table = {
     "--no-telemetry": Acts(
         PLAIN.with_("--no-telemetry"), PLAIN, lambda ended: (ended.out / "records.jsonl").exists(), False
     ),
+    "--no-source": Acts(PLAIN.with_("--no-source"), PLAIN, lambda ended: (ended.out / "source").exists(), False),
+    "--private": Acts(PLAIN.with_("--private"), PLAIN, lambda ended: ended.out.stat().st_mode & 0o077, 0),
+    "--layout": Acts(
+        PLAIN.with_("--layout", "data=2"), PLAIN, lambda ended: read(ended.out / "result.json")["world_size"], 2
+    ),
+    "--layout: no such axis": Refuses(PLAIN.with_("--layout", "dta=2"), "no axis is called dta"),
+    "--layout: beside a plan": Refuses(PLAIN.with_("--layout", "data=2", "--plan", "auto"), "each of them is a plan"),
+    "--cluster": Refuses(PLAIN.with_("--cluster", "2xcpu"), "only the planner asks for it"),
+    "--verify": Acts(PLAIN.with_("--verify"), PLAIN, lambda ended: "verified" in ended.said, True),
 }
 
 # A verification takes a second or two: several options are seen in one.
@@ -525,6 +534,23 @@ REPORT_OPTIONS: Table = {
     "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
     "--output": Acts(report("-o", "found.html"), report(), written("found.html"), True),
     "--output: no such folder": Refuses(report("-o", "no/found.html"), "html conflicts with: it cannot be written"),
+}
+
+
+def runs(*arguments: str) -> Call:
+    """What is done with a folder of runs."""
+    return Call("runs", arguments, after=KEPT, job=None)
+
+
+RUNS_OPTIONS: Table = {
+    "words": Refuses(runs("show", "gone"), "no run began there"),
+    "words: none such": Refuses(runs("remove", "out"), "remove is none of list, compare"),
+    "--sort": Refuses(runs(".", "--sort", "colour"), "no column is called colour"),
+    "--filter": Acts(runs(".", "--filter", "state=failed"), runs("."), lambda ended: "let through" in ended.said, True),
+    "--keep-best": Refuses(runs("prune", ".", "--keep-best", "0"), "a whole number of at least 1"),
+    "--metric": Refuses(runs("prune", ".", "--keep-best", "1", "--metric", "loss"), "which value is best"),
+    "--yes": Refuses(runs("--yes"), "--yes is for delete and prune"),
+    "--json": Acts(runs(".", "--json"), runs("."), lambda ended: ended.said.startswith("["), True),
 }
 
 RESIZE_OPTIONS: Table = {

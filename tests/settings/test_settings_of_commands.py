@@ -15,6 +15,7 @@ from tests.settings.command_rows import (
     REPORT_OPTIONS,
     RESIZE_OPTIONS,
     RUN_OPTIONS,
+    RUNS_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
     WATCH_OPTIONS,
@@ -36,6 +37,7 @@ TABLES: dict[str, Table] = {
     "report": REPORT_OPTIONS,
     "doctor": DOCTOR_OPTIONS,
     "watch": WATCH_OPTIONS,
+    "runs": RUNS_OPTIONS,
     "resize": RESIZE_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
