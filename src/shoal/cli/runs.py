@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ _KEYS: dict[str, Callable[[RunEntry], Any]] = {
     "began": lambda one: one.began_at,
 }
 _WIDTH = 80
+_MOST_SETTINGS, _SETTING_WIDTH = 3, 12  # settings that differ between runs and have a column
 
 
 def runs(options: RunsOptions) -> ExitCode:
@@ -115,11 +117,16 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
         else:
             entries = [one for one in entries if name in one.settings and _equal(one.settings[name], value)]
     key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
-    if key not in _KEYS:
+    if entries and key not in _KEYS and not any(key in one.settings for one in entries):
         raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_KEYS)}")
-    known_values = [one for one in entries if _KEYS[key](one) is not None]
-    known_values.sort(key=_KEYS[key], reverse=descending)
-    return known_values + [one for one in entries if _KEYS[key](one) is None]
+
+    def sorted_by(one: RunEntry) -> Any:
+        own = _KEYS[key](one) if key in _KEYS else one.settings.get(key)
+        return own if isinstance(own, int | float) or own is None else str(own)
+
+    known_values = [one for one in entries if sorted_by(one) is not None]
+    known_values.sort(key=lambda one: (isinstance(sorted_by(one), str), sorted_by(one)), reverse=descending)
+    return known_values + [one for one in entries if sorted_by(one) is None]
 
 
 def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
@@ -137,7 +144,16 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
 def table(entries: Sequence[RunEntry], width: int) -> list[str]:
     """Return the lines of a table of at most `width` columns; what all runs have in common is said once, above it."""
     columns = {name: [read(one) for one in entries] for name, read in _COLUMNS.items()}
-    common = []
+    common, after = [], list(columns).index("best") + 1
+    differing = {}
+    for name in dict.fromkeys(name for one in entries for name in one.settings):
+        values = [one.settings.get(name, "-") for one in entries]
+        cells = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
+        different = len({cell for cell, one in zip(cells, entries, strict=True) if one.settings}) > 1
+        if name not in columns and different and max(map(len, cells)) <= _SETTING_WIDTH:
+            differing[name] = cells
+    wanted = [*list(columns.items())[:after], *list(differing.items())[:_MOST_SETTINGS], *list(columns.items())[after:]]
+    columns = dict(wanted)
     if len(entries) > 1:
         for name in ("job", "devices", "commit", "kind"):
             if len(set(columns[name])) == 1:
@@ -239,7 +255,11 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
         if as_json:
             continue
         commit, command = source.get(COMMIT, {}), source.get(COMMAND, {})
-        facts = [(name, read(entry)) for name, read in _COLUMNS.items() if name not in ("name", "commit")]
+        facts = [(name, read(entry)) for name, read in _COLUMNS.items() if name not in ("name", "commit", "loss")]
+        facts.append(("training loss", short(entry.loss)))
+        if entry.began_at is not None:
+            facts.append(("began", f"{datetime.fromtimestamp(entry.began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"))
+        facts += [(f"evaluation {name}", short(value)) for name, value in entry.metrics.items()]
         facts += [("error", entry.error or "")]
         facts += [(f"settings.{name}", str(value)) for name, value in entry.settings.items()]
         if commit.get("commit"):
@@ -269,6 +289,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     command, commit = source.get(COMMAND), source.get(COMMIT, {})
     if command is None:
         conflict = f"it has no {FOLDER}/{COMMAND}: it ran with --no-source, or with an earlier version of shoal"
+        conflict = "a Session records no source" if entry.kind == "session" else conflict
         raise _refusal(f"shoal runs reproduce {word}", conflict, "see its job.json and plan.toml")
     job = read_json(folder / "job.json") or {}
     hidden = [name for name, value in (job.get("settings") or {}).items() if is_hidden(value)]

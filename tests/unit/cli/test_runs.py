@@ -58,6 +58,16 @@ def test_a_narrow_table_loses_columns_and_no_name(folder: Path) -> None:
     assert [line.split()[0] for line in lines[2:]] == [one.name for one in entries]
 
 
+def test_settings_that_differ_have_columns_and_can_be_sorted_by(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "--sort=-lr", "--filter", "state=completed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "lr" in lines[1].split()
+    assert [line.split()[0] for line in lines[2:-1]] == [f"lr-{place}" for place in reversed(range(9))]
+    assert max(map(len, lines)) <= 80
+
+
 def test_sorted_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--sort=-best", "--filter", "state=completed", "--json"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [
