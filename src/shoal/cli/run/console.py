@@ -174,8 +174,8 @@ def introduce(
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
     reporter.note(f"shoal {__version__}: {request.what.job.target}:{loaded.function} -> {request.where.shown}")
-    is_default = request.origin("layout") in (Origin.DEFAULT, Origin.CHOSEN)
-    chosen_by = "all GPUs, or one process without" if is_default else "as asked"
+    by = {Origin.OPTION: "as asked", Origin.FILE: "as the plan says", Origin.RUN: "as the run was"}
+    chosen_by = by.get(request.origin("layout"), "all GPUs, or one process without")
     reporter.note(f"  devices     {where}{threads} ({chosen_by})")
     reporter.note(f"  layout      {described(plan)}")
     share = -(-job.num_grains // plan.divides_step)
