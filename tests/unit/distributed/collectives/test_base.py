@@ -26,7 +26,7 @@ def test_what_is_taken() -> None:
 
 def test_parts_are_equal() -> None:
     check_parts("all_gather", torch.zeros(6), torch.zeros(2), 3)
-    with pytest.raises(CollectiveError, match="give 6 elements"):
+    with pytest.raises(CollectiveError, match="give a whole tensor of 6 elements"):
         check_parts("all_gather", torch.zeros(5), torch.zeros(2), 3)
     with pytest.raises(CollectiveError):
         check_parts("all_gather", torch.zeros(6), torch.zeros(2, dtype=torch.float64), 3)
