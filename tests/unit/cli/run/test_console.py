@@ -44,7 +44,7 @@ def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "4 processes on cpu, " in said(served)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "4 processes, the workers on cuda (as asked)" in said(served)
+    assert "4 processes, the workers on cuda (as the plan says)" in said(served)
     assert "1 process on cpu, " in said(Plan().with_sections(batch={"grains_per_microbatch": 1}))
 
 
