@@ -17,38 +17,36 @@ from shoal.cli.options import RunsOptions
 from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, nearest
 from shoal.jobs.secret_settings import is_hidden
 from shoal.report.quantities import seconds, short
-from shoal.runs.collection import RunEntry, attempts_in, check_removable, entry_of, is_listed, remove, runs_below
-from shoal.runs.directory import SESSION, read_json
+from shoal.runs.attempts import read_attempts
+from shoal.runs.collection import RunEntry, check_removable, entry_of, is_listed, remove, runs_below
+from shoal.runs.directory import SESSION, RunDirectory, read_json
 from shoal.runs.source import COMMAND, COMMIT, FOLDER, PACKAGES, PATCH, read_source
 
 ACTIONS = ("list", "compare", "show", "delete", "prune", "reproduce")
-# Columns from the most to the least wanted: those at the end go where a line has no room.
-_COLUMNS: dict[str, Callable[[RunEntry], str]] = {
+# Values of a run by name, for --sort and --filter. All but `began` are columns, from the most to the least wanted:
+# those at the end go where a line has no room.
+_VALUES: dict[str, Callable[[RunEntry], Any]] = {
     "name": lambda one: one.name,
-    "state": lambda one: one.state,
-    "steps": lambda one: f"{one.steps}/{one.num_steps}" if one.num_steps not in (None, one.steps) else str(one.steps),
-    "loss": lambda one: short(one.loss),
-    "best": lambda one: f"{one.best[0]} {short(one.best[1])}" if one.best else "-",
-    "time": lambda one: seconds(one.seconds),
-    "devices": lambda one: str(one.devices or "-"),
-    "job": lambda one: one.job or "-",
-    "size": lambda one: _bytes(one.size),
-    "commit": lambda one: one.commit or "-",
-    "kind": lambda one: one.kind,
-}
-_KEYS: dict[str, Callable[[RunEntry], Any]] = {
-    "name": lambda one: one.name,
-    "job": lambda one: one.job,
     "state": lambda one: one.state,
     "steps": lambda one: one.steps,
     "loss": lambda one: one.loss,
     "best": lambda one: one.best[1] if one.best else None,
-    "devices": lambda one: one.devices,
     "time": lambda one: one.seconds,
+    "devices": lambda one: one.devices,
+    "job": lambda one: one.job,
     "size": lambda one: one.size,
     "commit": lambda one: one.commit,
     "kind": lambda one: one.kind,
     "began": lambda one: one.began_at,
+}
+_COLUMNS = [name for name in _VALUES if name != "began"]
+# How a column shows what is not shown as it is.
+_TEXTS: dict[str, Callable[[RunEntry], str]] = {
+    "steps": lambda one: f"{one.steps}/{one.num_steps}" if one.num_steps not in (None, one.steps) else str(one.steps),
+    "loss": lambda one: short(one.loss),
+    "best": lambda one: f"{one.best[0]} {short(one.best[1])}" if one.best else "-",
+    "time": lambda one: seconds(one.seconds),
+    "size": lambda one: _bytes(one.size),
 }
 _WIDTH = 80
 _MOST_SETTINGS, _SETTING_WIDTH = 3, 12  # settings that differ between runs and have a column
@@ -77,10 +75,12 @@ def runs(options: RunsOptions) -> ExitCode:
 
 def _check(options: RunsOptions, action: str, words: Sequence[str]) -> None:
     """Refuse a number of words, or options, that the action does not take. Raises: CommandError."""
-    least, most = {"compare": (2, 99), "show": (1, 99), "delete": (1, 9999), "reproduce": (1, 1)}.get(action, (0, 1))
-    wanted = (
-        "a folder of runs" if least == 0 else "one run" if most == 1 else "two runs or more" if least == 2 else "runs"
-    )
+    least, most, wanted = {
+        "compare": (2, math.inf, "two runs or more"),
+        "show": (1, math.inf, "runs"),
+        "delete": (1, math.inf, "runs"),
+        "reproduce": (1, 1, "one run"),
+    }.get(action, (0, 1, "a folder of runs"))
     given = f"shoal runs {' '.join((action, *words))}"
     if not least <= len(words) <= most:
         raise _refusal(given, f"{action} takes {wanted}", f"write: shoal runs {action}{' NAME' * max(1, least)}")
@@ -108,20 +108,19 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
         name, equals, value = text.partition("=")
         if not equals:
             raise _refusal(f"--filter {text}", "it is not NAME=VALUE", "write --filter state=failed, say")
-        if name in _KEYS:
-            shown: Callable[[RunEntry], Any] = _COLUMNS.get(name) or _KEYS[name]
-            entries = [one for one in entries if value in (str(_KEYS[name](one)), str(shown(one)))]
+        if name in _VALUES:
+            entries = [one for one in entries if value in (str(_VALUES[name](one)), _text(one, name))]
         elif entries and not any(name in one.settings for one in entries):
-            known = ", ".join((*_KEYS, *dict.fromkeys(key for one in entries for key in one.settings)))
+            known = ", ".join((*_VALUES, *dict.fromkeys(key for one in entries for key in one.settings)))
             raise _refusal(f"--filter {text}", f"no run has {name}", f"take one of {known}")
         else:
             entries = [one for one in entries if name in one.settings and _equal(one.settings[name], value)]
     key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
-    if entries and key not in _KEYS and not any(key in one.settings for one in entries):
-        raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_KEYS)}")
+    if entries and key not in _VALUES and not any(key in one.settings for one in entries):
+        raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_VALUES)}")
 
     def sorted_by(one: RunEntry) -> Any:
-        own = _KEYS[key](one) if key in _KEYS else one.settings.get(key)
+        own = _VALUES[key](one) if key in _VALUES else one.settings.get(key)
         return own if isinstance(own, int | float) or own is None else str(own)
 
     known_values = [one for one in entries if sorted_by(one) is not None]
@@ -143,7 +142,7 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
 
 def table(entries: Sequence[RunEntry], width: int) -> list[str]:
     """Return the lines of a table of at most `width` columns; what all runs have in common is said once, above it."""
-    columns = {name: [read(one) for one in entries] for name, read in _COLUMNS.items()}
+    columns = {name: [_text(one, name) for one in entries] for name in _COLUMNS}
     common, after = [], list(columns).index("best") + 1
     differing = {}
     for name in dict.fromkeys(name for one in entries for name in one.settings):
@@ -255,7 +254,7 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
         if as_json:
             continue
         commit, command = source.get(COMMIT, {}), source.get(COMMAND, {})
-        facts = [(name, read(entry)) for name, read in _COLUMNS.items() if name not in ("name", "commit", "loss")]
+        facts = [(name, _text(entry, name)) for name in _COLUMNS if name not in ("name", "commit", "loss")]
         facts.append(("training loss", short(entry.loss)))
         if entry.began_at is not None:
             facts.append(("began", f"{datetime.fromtimestamp(entry.began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"))
@@ -317,7 +316,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     steps.append((f"the run: {entry.devices or 1} process{'es' if (entry.devices or 1) > 1 else ''}", [again]))
     if hidden:
         steps[-1][1].insert(0, f"# the values of {', '.join(hidden)} are not recorded: write them in place of <hidden>")
-    if len(attempts_in(folder / "attempts.jsonl")) > 1:
+    if len(read_attempts(RunDirectory(folder).attempts)) > 1:
         steps[-1][1].insert(
             0, f"# this is the first command: the run was resumed or restarted, and reached step {entry.steps}"
         )
@@ -424,6 +423,11 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     else:
         print(f"deleted {len(deleted)} run{'s' if len(deleted) != 1 else ''}" if deleted else "nothing to delete")
     return ExitCode.DONE
+
+
+def _text(one: RunEntry, name: str) -> str:
+    """Return a value of a run as the list shows it."""
+    return _TEXTS[name](one) if name in _TEXTS else str(_VALUES[name](one) or "-")
 
 
 def _equal(setting: Any, text: str) -> bool:

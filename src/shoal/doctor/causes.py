@@ -58,7 +58,7 @@ class Remedy:
 
     @property
     def can_be_tried(self) -> bool:
-        """Whether a trial run of the same job can measure the gain."""
+        """True if a trial run of the same job can measure the gain."""
         return bool(self.sections or self.devices or self.arguments or self.variables)
 
 
@@ -84,7 +84,7 @@ class LostTime:
 
     @property
     def is_worth_telling(self) -> bool:
-        """Whether a remedy saves time, or takes the same time with far fewer device-hours."""
+        """True if a remedy saves time, or takes the same time with far fewer device-hours."""
         cheap = any(r.gain > -WORTH and r.device_time <= _CHEAP for r in self.remedies)
         return self.regained >= WORTH or cheap
 

@@ -64,7 +64,7 @@ class TrialResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether the middle half of the rounds is close to the median; other rounds may have been disturbed."""
+        """True if the middle half of the rounds is close to the median; other rounds may have been disturbed."""
         if self.gain is None:
             return True
         first, _, last = quantiles(self.gains, n=4, method="inclusive") if len(self.gains) > 1 else (0.0, 0.0, 1.0)

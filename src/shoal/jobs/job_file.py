@@ -65,7 +65,7 @@ class JobRequest:
 
     @property
     def by_value(self) -> bool:
-        """Whether the job is an object that cannot be imported from a file, and is passed as a pickle."""
+        """True if the job is an object that cannot be imported from a file, and is passed as a pickle."""
         return self.handed is not None and self.handed.module is None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.report.incidents import Incident, error_line, incidents
 from shoal.report.wall_clock import WallClock, wall_clock
+from shoal.runs.attempts import run_status
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
@@ -257,11 +258,9 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
 
 def status_of(files: RunFiles) -> str:
     """Return the status of a run: running, killed, or the status in its result."""
-    if files.is_held:
-        return "running"
-    if _is_open(files):
-        return "killed" if files.address is None else "running"  # remote files do not show live processes
-    return str(files.result.get("status") or "killed")
+    if _is_open(files) and files.address is not None:
+        return "running"  # remote files do not show live processes
+    return run_status(is_held=files.is_held, attempts=files.attempts, result=files.result)
 
 
 def _is_open(files: RunFiles) -> bool:

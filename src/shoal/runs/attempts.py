@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -228,7 +228,7 @@ def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) ->
 
     Returns: the instant in seconds since the epoch, or None if no start recorded one; and the seconds.
     """
-    first = [one.began_at for one in _read(attempts) if one.started_at >= began_at - _ROUNDED_SECONDS]
+    first = [one.began_at for one in read_attempts(attempts) if one.started_at >= began_at - _ROUNDED_SECONDS]
     seconds = 0.0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         of_call = (record for record in read_steps(records) if (record.at or 0.0) >= began_at and record.step <= step)
@@ -246,7 +246,9 @@ def call_began_at(request: RunRequest) -> float:
     if request.lost_at is not None or restarts == 0:  # shoal's own launcher passes the start of the call on
         return began_at
     earlier = [
-        one for one in _read(RunDirectory(request.where.out).attempts) if one.started_at < began_at - _ROUNDED_SECONDS
+        one
+        for one in read_attempts(RunDirectory(request.where.out).attempts)
+        if one.started_at < began_at - _ROUNDED_SECONDS
     ]
     for one in reversed(earlier):
         if one.restarts >= restarts or one.status in ("completed", "preempted"):
@@ -255,11 +257,19 @@ def call_began_at(request: RunRequest) -> float:
     return began_at
 
 
-def _read(attempts: Path) -> tuple[Attempt, ...]:
-    """Read the attempts in a file. Unreadable lines are skipped."""
+def read_attempts(path: Path) -> tuple[Attempt, ...]:
+    """Return the attempts in a file, without damaged lines."""
     lines = []
-    with contextlib.suppress(OSError), attempts.open(encoding="utf-8") as file:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
+                document = json.loads(line)
+                lines += [document] if isinstance(document, dict) else []
     return attempts_of(lines)
+
+
+def run_status(*, is_held: bool, attempts: Sequence[Attempt], result: Mapping[str, Any]) -> str:
+    """Return running, killed, or the status in the result, which is of an earlier attempt if the last has no end."""
+    if is_held:
+        return "running"
+    return "killed" if attempts and attempts[-1].ended_at is None else str(result.get("status") or "killed")

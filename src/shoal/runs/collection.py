@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InUseError, RunDirectoryError
-from shoal.runs.attempts import Attempt, attempts_of
+from shoal.runs.attempts import Attempt, read_attempts, run_status
 from shoal.runs.directory import SESSION, RunDirectory, read_json
 from shoal.runs.directory_lock import claim, held_since, is_held
 from shoal.runs.sound_values import sound_job, sound_result
@@ -109,14 +109,12 @@ def entry_of(path: Path, name: str) -> RunEntry:
     if job is None and (path / _CERTIFICATE).exists():
         return _certificate(path, name)
     job, result = sound_job(job or {}), sound_result(read_json(files.result) or {})
-    last, attempts = _last_record(files.records), attempts_in(files.attempts)
+    last, attempts = _last_record(files.records), read_attempts(files.attempts)
     source = read_source(path)
     is_session = job.get("function") == SESSION
-    state = str(result.get("status") or ("failed" if not files.job.exists() else "killed"))
-    if is_held(path):
-        state = "running"
-    elif attempts and attempts[-1].ended_at is None:
-        state = "killed"
+    if not result and not files.job.exists():
+        result = {"status": "failed"}  # before a rank could describe the run
+    state = run_status(is_held=is_held(path), attempts=attempts, result=result)
     best, watched = result.get("best") or {}, str(job.get("watch") or "")
     metrics = result.get("metrics") or last.get("metrics") or {}
     metric = best.get("metric") or watched.rpartition(":")[0] or next(iter(metrics), None)
@@ -247,22 +245,6 @@ def _last_record(path: Path) -> dict[str, Any]:
         if isinstance(document, dict) and isinstance(document.get("step"), int):
             return document
     return {}
-
-
-def attempts_in(path: Path) -> tuple[Attempt, ...]:
-    """Return the attempts in a file, without damaged lines."""
-    lines = []
-    try:
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                document = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(document, dict):
-                lines.append(document)
-    except OSError:
-        return ()
-    return attempts_of(lines)
 
 
 def _seconds(attempts: tuple[Attempt, ...], last: Mapping[str, Any], since: float | None) -> float | None:

@@ -87,12 +87,12 @@ class Holder:
 
     @property
     def local(self) -> bool:
-        """Whether the holder is or was a process of this kernel."""
+        """True if the holder is or was a process of this kernel."""
         return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
 
     @property
     def runs_here(self) -> bool:
-        """Whether the holder is a live process of this host that is visible from here."""
+        """True if the holder is a live process of this host that is visible from here."""
         return self.local and self.host == socket.gethostname() and _started(self.pid) == self.process_started
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class _Other:
 
     @property
     def decided_here(self) -> bool:
-        """Whether the OS lock alone decides who comes next, since all candidates are processes of this kernel."""
+        """True if the OS lock alone decides who comes next, since all candidates are processes of this kernel."""
         return bool(self.locked) and self.holder is not None and self.holder.local
 
 
@@ -488,7 +488,7 @@ class Fence:
 
     @property
     def is_open(self) -> bool:
-        """Whether no later generation has started. True for a missing directory, since writing fails there anyway."""
+        """True if no later generation has started, also for a missing directory, since writing fails there anyway."""
         if self.folder is None:
             return True
         # Opening a name makes a network file system's client refresh its cached listing.

@@ -38,7 +38,7 @@ class What:
 
     @property
     def needs_look(self) -> bool:
-        """Whether only the loaded job shows if its grains and model allow the layout.
+        """True if only the loaded job shows if its grains and model allow the layout.
 
         Loading the job costs a launcher the import of torch, two of the three seconds of a first step. With servers,
         rank 0 has no mesh to distribute the completed plan.

@@ -34,7 +34,7 @@ _SECRET_TEXT = re.compile(
 def write_source(directory: Path, code: Path) -> None:
     """Write what `shoal runs reproduce` needs to a locked run directory, unless it is there already.
 
-    This takes about 30 ms. A thread would not do: processes that are forked meanwhile inherit the pipes to git, and
+    This takes about 20 ms. A thread would not do: processes that are forked meanwhile inherit the pipes to git, and
     git seems to last as long as they do.
 
     Args:

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import RunOptions
 from shoal.errors import CommandError, PlanError, from_json, nearest
@@ -19,6 +19,9 @@ from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import AXES, described, plan_text
 from shoal.runs.directory import RunDirectory, default_directory, write_file
 from shoal.runs.request import dumped, loaded
+
+if TYPE_CHECKING:
+    from shoal.planner.search.search import Candidate
 
 AUTO = "auto"
 
@@ -63,11 +66,9 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         most = visible_gpus() or cores()
     if isinstance(options.devices, int) or (options.devices or "").isdecimal():
         most = min(int(options.devices or 1), most or int(options.devices or 1))
-    choice = in_child(lambda: _choice(options, most))
-    if "error" in choice:
-        raise from_json(choice["error"])
-    plan = loaded(Plan, choice["plan"])
-    for line in choice["lines"]:
+    plan, lines = ask_planner(options, most)
+    assert plan is not None, "without limits the planner has a plan, or an error"
+    for line in lines:
         print(f"note: {line}", file=sys.stderr)
     if options.exact:  # exact mode has its own microbatches and sums
         degrees = {name: getattr(plan, name) for name in ("layout", "shard", "tensor", "pipeline")}
@@ -138,30 +139,45 @@ def _target(options: RunOptions) -> JobRequest:
     return options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
 
 
-def _choice(options: RunOptions, most: int | None) -> dict[str, Any]:
-    """Return the fastest plan as JSON with two lines on it, or the error. Call this in a child: it loads the job."""
-    from shoal.cli.options import PlanOptions
-    from shoal.cli.plan import answered
-    from shoal.distributed.failures import as_shoal_error, to_json
-    from shoal.report.quantities import seconds, size
+def ask_planner(options: RunOptions, most: int | None, least: int | None = None) -> tuple[Plan | None, list[str]]:
+    """Return the planner's plan for at most `most` devices, with two lines on it. A child process loads torch and job.
 
-    try:
-        target = _target(options)
-        name = f"{target.target}:{target.function or 'job'}"
-        wanted = PlanOptions(job=name, cluster=options.cluster or "here", max_devices=most, precision=options.precision)
-        with inside_run(os.environ):
-            answer = answered(wanted, (load(target).job, name), data_only=options.devices == AUTO)
-    except (Exception, SystemExit) as caught:
-        return {"error": to_json(as_shoal_error(caught), 0, "")}
-    best = answer.best
-    devices = best.plan.num_processes
-    alone = next((point.best for point in answer.curve.points if point.devices == 1 and point.best is not None), None)
-    gain = ""
-    if alone is not None and devices > 1:
-        gain = f", {alone.prediction.step_seconds / best.prediction.step_seconds:.2g} times as fast as one device"
-    took = f"{_spelled(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
-    lines = [
-        f"{took}: {seconds(best.prediction.step_seconds)} a step{gain}, {size(best.prediction.peak_bytes)} a device",
-        f"for the reasons: shoal plan {target.target}" + (f" --cluster {options.cluster}" if options.cluster else ""),
-    ]
-    return {"plan": dumped(best.plan), "lines": lines}
+    `least`: the fewest devices; the plan is then None if none fits. Raises: the error of the job or of the planner.
+    """
+
+    def search() -> dict[str, Any]:
+        from shoal.cli.options import PlanOptions
+        from shoal.cli.plan import answered
+        from shoal.distributed.failures import as_shoal_error, to_json
+        from shoal.report.quantities import seconds, size
+
+        try:
+            target = _target(options)
+            name = f"{target.target}:{target.function or 'job'}"
+            cluster, precision = options.cluster or "here", options.precision
+            wanted = PlanOptions(job=name, cluster=cluster, max_devices=most, precision=precision)
+            with inside_run(os.environ):
+                answer = answered(wanted, (load(target).job, name), data_only=options.devices == AUTO)
+        except (Exception, SystemExit) as caught:
+            return {"error": to_json(as_shoal_error(caught), 0, "")}
+        points = {point.devices: point.best for point in answer.curve.points if point.best is not None}
+        best: Candidate | None = answer.best
+        if least is not None:
+            within = (one for devices, one in points.items() if devices >= least and (most is None or devices <= most))
+            best = min(within, key=lambda candidate: candidate.rank, default=None)
+        if best is None:
+            return {"plan": None, "lines": []}
+        gain = ""
+        if 1 in points and best.plan.num_processes > 1:
+            times = points[1].prediction.step_seconds / best.prediction.step_seconds
+            gain = f", {times:.2g} times as fast as one device"
+        took = f"{_spelled(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
+        step, memory = seconds(best.prediction.step_seconds), size(best.prediction.peak_bytes)
+        reasons = f"shoal plan {target.target}" + (f" --cluster {options.cluster}" if options.cluster else "")
+        lines = [f"{took}: {step} a step{gain}, {memory} a device", f"for the reasons: {reasons}"]
+        return {"plan": dumped(best.plan), "lines": lines}
+
+    choice = in_child(search)
+    if "error" in choice:
+        raise from_json(choice["error"])
+    return loaded(Plan, choice["plan"]) if choice["plan"] is not None else None, choice["lines"]

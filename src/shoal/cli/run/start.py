@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
-from shoal.cli.run.choose_plan import with_layout, with_plan
+from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
 from shoal.hardware.detect import cores, visible_gpus
@@ -111,29 +111,7 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
     if options.resume or options.resume_if_exists:
         print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
         return replace(options, devices=most)
-
-    def fastest() -> dict[str, Any]:
-        """Return the fastest plan within the limits as JSON, in a child process that loads torch and the job."""
-        from shoal.cli.options import PlanOptions
-        from shoal.cli.plan import answered
-        from shoal.distributed.failures import as_shoal_error, to_json
-
-        try:
-            with inside_run(os.environ):
-                question = PlanOptions(
-                    job=str(options.job), set=options.set, max_devices=most, precision=options.precision
-                )
-                points = answered(question).curve.points
-        except (Exception, SystemExit) as caught:
-            return {"error": to_json(as_shoal_error(caught), 0, "")}
-        fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= most]
-        best = min(fit, key=lambda candidate: candidate.rank, default=None)
-        return {"plan": dumped(best.plan) if best is not None else None}
-
-    choice = in_child(fastest)
-    if "error" in choice:
-        raise from_json(choice["error"])
-    plan = loaded(Plan, choice["plan"]) if choice["plan"] is not None else None
+    plan, _ = ask_planner(options, most, limits.least)
     number = plan.num_processes if plan is not None else most
     why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
     print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
@@ -484,7 +462,6 @@ def looked_at(request: RunRequest) -> RunRequest:
 
     Raises: errors of job and plan.
     """
-    from shoal.launch.supervise.child import in_child
 
     def work() -> dict[str, Any]:
         from shoal.training.setup.preflight import look

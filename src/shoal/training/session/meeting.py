@@ -123,7 +123,7 @@ class Meeting:
 
     @property
     def ends(self) -> bool:
-        """Whether any rank leaves, or was requested to stop."""
+        """True if any rank leaves, or was requested to stop."""
         return any(word.leaves or word.stop_requested for word in self.words)
 
     @property
@@ -133,7 +133,7 @@ class Meeting:
 
     @property
     def clean(self) -> bool:
-        """Whether all ranks have the same state, after a finished step."""
+        """True if all ranks have the same state, after a finished step."""
         return all(word.clean and word.step == self.words[0].step for word in self.words)
 
     def differ(self, name: str) -> bool:
