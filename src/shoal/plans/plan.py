@@ -441,3 +441,29 @@ def described(plan: Plan) -> str:
         count = plan.server.num_servers
         words.append(f"{plan.server.mode}{bound} with {count} server{'s' if count > 1 else ''}")
     return ", ".join(words)
+
+
+def layout_name(plan: Plan) -> str:
+    """Return the layout as a table names it, such as `dp8 zero3 tp2 pp4`; `described` says the same in words.
+
+    `dp` counts all ranks that share the grains of a step. `zero3/4` means that 4 of them divide the model's state.
+    """
+    axes, pipeline = plan.layout, plan.pipeline
+    words = [f"dp{axes.data * axes.shard}"] if axes.data * axes.shard > 1 else []
+    if axes.shard > 1:
+        words.append(_ZERO[plan.shard.level].replace("-", "").lower() + (f"/{axes.shard}" if axes.data > 1 else ""))
+    if axes.context > 1:
+        words.append(f"cp{axes.context}")
+    if axes.tensor > 1:
+        words.append(f"tp{axes.tensor}" + ("+sp" if plan.tensor.sequence else ""))
+    if axes.pipeline > 1:
+        stages = f"x{pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
+        schedule = {"1f1b": "", "interleaved_1f1b": " interleaved"}.get(pipeline.schedule, f" {pipeline.schedule}")
+        words.append(f"pp{axes.pipeline}{stages}{schedule}")
+    words = words or ["1 device"]
+    words += [word for word, applies in (("shared", plan.shares_memory), ("graph", plan.execution.cuda_graph)) if applies]
+    if plan.memory.recompute != "none":
+        words.append("rc" if plan.memory.recompute == "full" else "rc-part")
+    if plan.serves:
+        words.append(f"ps{plan.server.num_servers} {plan.server.mode}")
+    return " ".join(words)

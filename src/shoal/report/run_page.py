@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shoal.errors import ShoalError
-from shoal.plans.plan import Plan, described
+from shoal.plans.plan import Plan, described, layout_name
 from shoal.report.account import Account
 from shoal.report.curves import Chart, time_chart, training_charts
 from shoal.report.html import Table, beside, cells, falling
@@ -97,10 +97,10 @@ def run_page(account: Account, records: Sequence[StepRecord]) -> ReportPage:
     return ReportPage(account.name, account.limit, facts(account), [part for part in parts if part is not None])
 
 
-def layout_of(account: Account) -> str:
-    """Return the layout in words, or as in its file if this version cannot read the plan."""
+def layout_of(account: Account, *, brief: bool = False) -> str:
+    """Return the layout in words or as a brief name, or as in its file if this version cannot read the plan."""
     try:
-        return described(Plan.from_mapping(dict(account.plan), source=account.name))
+        return (layout_name if brief else described)(Plan.from_mapping(dict(account.plan), source=account.name))
     except (ShoalError, ValueError, TypeError):
         return str(account.plan.get("layout", "not known"))
 

@@ -74,7 +74,7 @@ def _table(runs: Sequence[RunCurves]) -> Part:
         rows.append(
             [
                 run.name,
-                layout_of(account),
+                layout_of(account, brief=True),
                 f"{account.steps:,}",
                 short(account.loss),
                 ", ".join(f"{name} {short(value)}" for name, value in last.items()) or "-",
