@@ -461,7 +461,9 @@ def layout_name(plan: Plan) -> str:
         schedule = {"1f1b": "", "interleaved_1f1b": " interleaved"}.get(pipeline.schedule, f" {pipeline.schedule}")
         words.append(f"pp{axes.pipeline}{stages}{schedule}")
     words = words or ["1 device"]
-    words += [word for word, applies in (("shared", plan.shares_memory), ("graph", plan.execution.cuda_graph)) if applies]
+    words += [
+        word for word, applies in (("shared", plan.shares_memory), ("graph", plan.execution.cuda_graph)) if applies
+    ]
     if plan.memory.recompute != "none":
         words.append("rc" if plan.memory.recompute == "full" else "rc-part")
     if plan.serves:
