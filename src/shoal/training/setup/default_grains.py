@@ -1,39 +1,47 @@
 """Default number of grains of a job, from its model and a few samples. It depends on no device and no measurement.
 
 A grain is the smallest microbatch. The estimate of a sample's activation bytes is positions times features, in float32.
-Positions are tokens, or patches, frames or pixels after the first layer's stride. Features are the elements that all
-modules compute at one position. The estimate only ranks jobs: it ignores attention matrices and the smaller number of
-positions in deeper layers.
+Positions are tokens, patches or frames. Features are the elements that all modules compute at one position. The
+estimate only ranks jobs: it ignores attention matrices. Layers of a convolutional model differ in their positions, so
+its forward is run on the meta device, and the estimate is what autograd saves there, as in the planner's profile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, UntypedStorage, nn
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.jobs.job import Job
 from shoal.numerics.generators import generators_kept
-from shoal.numerics.operators import tensors_in
+from shoal.numerics.isolation import YieldingHooks, without_modes
+from shoal.numerics.no_trace import NoTrace
+from shoal.numerics.operators import replace_leaves, storage_key, tensors_in
 from shoal.parallel.model.deferred_init import deferred
-from shoal.parallel.model.value_free import construction
+from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.model.wrappers import unwrapped
 from shoal.plans.grains import FEW_GRAINS, default_grains
 from shoal.training.setup.job_model import lazy_names, whole
 
 _FLOAT_BYTES = 4
+# An upper bound of the tensors that autograd saves for a layer: outputs of the layer, norm, activation and dropout.
+_MOST_SAVED = 4
 # Number of samples to read, spread over the data: ragged samples differ, and a batch is as long as its longest sample.
 _LOOKED_AT = 8
 # Classes of torch and Keras, by name: an import of Keras would be slow for jobs that do not use it.
 _BATCH_NORMS = {"_BatchNorm", "BatchNormalization"}
 _DIMS_OF_TOKENS = 2
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,12 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
             batch = small_batch(source, opened_data.collate)
     if batch is None:
         return GrainsChoice(FEW_GRAINS, "default; no sample could be looked at ahead")
-    sample_bytes = float(_FLOAT_BYTES * positions_of(model, batch, count) * features_of(model))
+    feature_bytes = _FLOAT_BYTES * features_of(model)
+    sample_bytes = float(positions_of(model, batch, count) * feature_bytes)
+    if is_convolutional(model):
+        elements = max((-(-leaf.numel() // count) for leaf in tensors_in(batch)), default=1)
+        if default_grains(job.global_batch, _MOST_SAVED * elements * feature_bytes) > FEW_GRAINS:  # else light anyway
+            sample_bytes = saved_bytes(job.loss, model, batch) / count or sample_bytes
     num_grains = default_grains(job.global_batch, sample_bytes)
     weight = "light" if num_grains == FEW_GRAINS else "heavy"
     unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if sample_bytes >= size), ("kB", 1e3))
@@ -105,6 +118,40 @@ def deferred_outline(job: Job) -> nn.Module | None:
     except Exception:
         return None
     return None if lazy_names(model) else model
+
+
+def is_convolutional(model: nn.Module) -> bool:
+    """Return True if a layer after the first one is a convolution, so that layers differ in their positions."""
+    kinds = (*_CONVOLUTIONS, *_TRANSPOSED)
+    layers = [module for module in model.modules() if isinstance(module, (*kinds, nn.Linear, nn.RNNBase))]
+    return any(isinstance(layer, kinds) for layer in layers[1:])
+
+
+def saved_bytes(loss: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> int:
+    """Return the bytes that autograd saves in a forward of a batch, or 0 if the model cannot run on the meta device.
+
+    The meta device has shapes and no values, so nothing is computed and the model stays unchanged. The first forward
+    there takes a second or two, in which torch imports its kernels' shapes.
+    """
+    saved: dict[int, UntypedStorage] = {}  # kept alive, so that no other storage gets their key
+    returned: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    own: list[Tensor] = []
+    with NoTrace(model, {"loss": loss}), without_modes(), warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        shapes = twin(model, lambda _, tensor: tensor.detach().to("meta")).train()
+        shapes.register_forward_hook(lambda *_: returned.append(True))
+        inputs = replace_leaves(batch, Tensor, lambda leaf: leaf.to("meta"))
+        own = [*shapes.parameters(), *shapes.buffers(), *tensors_in(inputs)]
+        with torch.enable_grad(), torch.device("meta"), YieldingHooks(pack, lambda tensor: tensor):
+            loss(shapes, inputs)  # a loss that reads values raises after the model's forward
+    for tensor in own:
+        saved.pop(storage_key(tensor), None)
+    return sum(storage.nbytes() for storage in saved.values()) if returned else 0
 
 
 def features_of(model: nn.Module) -> int:

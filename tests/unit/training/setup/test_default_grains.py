@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 import shoal
 from shoal.errors import JobError
-from shoal.training.setup.default_grains import features_of, grains_of, outline, positions_of, with_grains
+from shoal.numerics.operators import storage_key
+from shoal.planner.profile.profiles import profile
+from shoal.training.setup.default_grains import (
+    features_of,
+    grains_of,
+    is_convolutional,
+    outline,
+    positions_of,
+    saved_bytes,
+    with_grains,
+)
 from shoal.training.setup.preflight import judged
 
 TOKENS = 4096
@@ -155,6 +166,78 @@ def test_labels_of_pixels_are_no_tokens() -> None:
 def test_features_are_the_outputs_of_modules() -> None:
     assert features_of(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 32), nn.LayerNorm(32))) == 8 + 32 + 32
     assert features_of(nn.LSTM(8, 16)) == 2 * 4 * 16
+
+
+class Diffusion(nn.Module):
+    """A small U-Net of noisy images, which has the layers of its time of noise before those of its images."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.time = nn.Linear(256, width)
+        self.stem, self.down = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.middle = nn.Sequential(nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.GroupNorm(4, 2 * width))
+        self.up, self.last = nn.ConvTranspose2d(2 * width, width, 2, 2), nn.Conv2d(2 * width, 3, 3, padding=1)
+
+    def forward(self, images: Tensor, times: Tensor) -> Tensor:
+        wide = self.stem(images) + self.time(times[:, None].float() * torch.ones(256))[:, :, None, None]
+        deep = self.middle(self.down(functional.silu(wide)))
+        return self.last(torch.cat([self.up(functional.silu(deep)), wide], 1))
+
+
+def squares(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    images, times = batch
+    return (model(images, times) - images).square().sum(), len(images)
+
+
+def noisy(side: int = 64, batch: int = 4096, loss: Any = squares, model: Any = Diffusion) -> shoal.Job:
+    return replace(job(model, pixels(side), batch), loss=loss)
+
+
+def test_a_convolutional_sample_weighs_what_autograd_saves() -> None:
+    """The planner's profile and a real forward agree. Each layer has positions of its own, and the first has one."""
+    one, batch = noisy(), (torch.zeros(2, 3, 64, 64), torch.zeros(2, dtype=torch.long))
+    model = Diffusion()
+    own = {storage_key(t) for t in (*model.parameters(), *batch)}
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(storage_key(t), t), lambda t: t):
+        squares(model, batch)
+    real = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own) / 2
+    planned = profile(Diffusion, squares, lambda n: tuple(t[:1].repeat(n, *[1] * (t.ndim - 1)) for t in batch))
+    operations = [operation for unit in planned.units for operation in unit.body.operations]
+    assert saved_bytes(squares, Diffusion(), batch) / 2 == real
+    assert sum(o.saved_bytes.per_sample for o in operations) == pytest.approx(real, rel=0.02)
+    assert real > 12 * 4 * positions_of(model, batch, 2) * features_of(model)
+    found = grains_of(one, outline(one))
+    assert found.num_grains == 16
+    assert found.why == f"default for heavy samples: about {real / 1e6:.3g} MB of activations each"
+
+
+def test_a_loss_or_a_model_that_reads_values_has_an_estimate_too() -> None:
+    def logs(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, number = squares(model, batch)
+        seen.append(total.item())
+        return total, number
+
+    class Reads(Diffusion):
+        def forward(self, images: Tensor, times: Tensor) -> Tensor:
+            return super().forward(images, times) if images.sum() >= 0 else images
+
+    seen: list[float] = []
+    batch = pixels(64)[0][:2], torch.zeros(2, dtype=torch.long)
+    assert saved_bytes(logs, Diffusion(), batch) == saved_bytes(squares, Diffusion(), batch) > 0
+    assert saved_bytes(squares, Reads(), batch) == 0
+    assert (chosen(noisy(loss=logs)), seen) == (16, [])
+    assert chosen(noisy(model=Reads)) == 8  # by the outputs of its first layer
+
+
+def test_no_forward_is_run_for_what_is_light_anyway_or_has_one_convolution_first() -> None:
+    def never(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        raise AssertionError("it runs")
+
+    assert chosen(noisy(16, 64, never)) == 8
+    patches = nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.Linear(8, 8))
+    assert not is_convolutional(patches)
+    assert is_convolutional(Diffusion())
 
 
 def test_the_generators_are_left_alone() -> None:
