@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.main import _COMMANDS
+from shoal.cli.commands import COMMANDS
 from shoal.cli.options import RunOptions
 from shoal.runs.options import DeclaredOption, declared
 
@@ -76,7 +76,7 @@ def written_page(text: str) -> str:
 
     Most options of `shoal verify` are those of `shoal run`, and its table says so.
     """
-    for name, command in _COMMANDS.items():
+    for name, command in COMMANDS.items():
         pattern = re.compile(rf"(^## shoal {name}$.*?^\|---\|[^\n]*\n)(?:\|[^\n]*\n)*", re.MULTILINE | re.DOTALL)
         if name != "verify":
             rows = table(command.options)

@@ -88,32 +88,32 @@ def run(
     | `settings` | parameters of the job function, which may also be given as keywords |
     | `plan` | a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in |
     | `devices` | number of processes, one a GPU or on the CPU; default: all GPUs, or 1 |
-    | `exact` | bit-identical on any number of devices |
-    | `precision` | fp32, bf16, bf16-pure or fp16 |
+    | `exact` | compute the same bits on any number of devices, at some cost |
+    | `precision` | compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says) |
     | `out` | the run directory, or its address (s3://...); default: runs/NAME |
-    | `max_microbatch` | the most samples in one forward |
-    | `workers` | data-loading processes per rank (default: 0) |
-    | `steps` | end after step N; the schedule stays that of the job's own length |
-    | `resume` | go on from the newest good checkpoint in the run directory |
+    | `max_microbatch` | put at most N samples in one forward (default: as many as fit the plan) |
+    | `workers` | load data with N processes per rank (default: 0) |
+    | `steps` | end after step N of the same schedule (default: the job's length) |
+    | `resume` | continue from the newest good checkpoint in the run directory |
     | `resume_if_exists` | resume from the newest good checkpoint if the directory has a run, else start one |
     | `accept_changes` | with resume: go on although the job was changed |
-    | `checkpoint_every` | steps between checkpoints (default: about 1 % of the time) |
-    | `evaluate_every` | steps between evaluations (default: after each epoch) |
+    | `checkpoint_every` | write a checkpoint every N steps (default: as often as costs 1 % of the time) |
+    | `evaluate_every` | evaluate every N steps (default: after each epoch) |
     | `keep_checkpoints` | how many of the newest checkpoints are kept, or "all"; default: 3, or as the resumed run |
-    | `require_certificate` | train only what `shoal verify` has verified |
+    | `require_certificate` | train only what this certificate of shoal verify covers |
     | `no_source` | do not record the git commit, uncommitted changes, packages and command line |
-    | `private` | only you may read the run directory (mode 0700) |
-    | `no_telemetry` | no spans and no step records |
+    | `private` | let only you read the run directory (mode 0700) |
+    | `no_telemetry` | write no spans and no step records |
     | `track` | trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place |
     | `trace` | steps to profile for Perfetto, of all ranks: 10 or "10-12" |
     | `bad_samples` | skip up to so many samples that cannot be read, and name them; default: 0, or as the resumed run |
-    | `check_replicas` | compare the replicas of the model every N steps, and roll back where a bit has flipped |
+    | `check_replicas` | compare the model's replicas every so many steps, and roll back after a flipped bit |
     | `max_restarts` | most starts of lost ranks in a row that bring no new step; 0: a lost rank ends the run |
-    | `init_from` | initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder |
+    | `init_from` | begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder |
     | `init_allow` | for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none |
     | `init_rename` | for init_from: prefixes of names, old to new |
-    | `layout` | the plan's degrees, in place of --plan: data=2,tensor=2 |
-    | `cluster` | with --plan auto: the cluster, as shoal plan takes it (default: this machine) |
+    | `layout` | divide the run along these axes, in place of --plan: data=2,tensor=2 |
+    | `cluster` | plan for this cluster with --plan auto, as shoal plan does (default: this machine) |
     | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |
 
     Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. After an interrupt, a

@@ -13,27 +13,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
-from shoal.cli.options import (
-    BenchOptions,
-    DoctorOptions,
-    EvaluateOptions,
-    ExportOptions,
-    PlanOptions,
-    PredictOptions,
-    ReportOptions,
-    ResizeOptions,
-    RunOptions,
-    RunsOptions,
-    VerifyOptions,
-    WatchOptions,
-)
+from shoal.cli.commands import COMMANDS, add_command, overview
 from shoal.errors import CommandError, SettingWarning, ShoalError
 from shoal.launch.environment import FORK_FD
 from shoal.launch.signals import exiting
-from shoal.runs.options import add_options, options_of
+from shoal.runs.options import options_of
 
 # Time for threads to end. Threads of pools end when Python exits.
 _THREADS_SECONDS = 5.0
@@ -58,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exiting((signal.SIGTERM, signal.SIGHUP) if removes else ()), unfailing_output():
         try:
             parsed = _parse(given)
-            command = _COMMANDS[parsed.command]
+            command = COMMANDS[parsed.command]
             options: Any = options_of(command.options, parsed)
             code = int(getattr(importlib.import_module(command.module), parsed.command)(options))
         except ShoalError as error:
@@ -110,6 +96,9 @@ class _RefusalError(Exception):
 def _parse(given: list[str]) -> argparse.Namespace:
     parser = _parser()
     command: str | None = None
+    if "--sort" in given[:-1]:
+        at = given.index("--sort")
+        given = [*given[:at], f"--sort={given[at + 1]}", *given[at + 2 :]]  # argparse takes -loss for an option
     try:
         options, unknown = parser.parse_known_args(given)
         if unknown:
@@ -141,119 +130,13 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
 def _parser() -> argparse.ArgumentParser:
     from shoal.runs.version import __version__
 
-    parser = _Parser(
-        prog="shoal",
-        allow_abbrev=False,
-        description="One model, any number of devices, the same training run.",
-    )
+    parser = _Parser(prog="shoal", allow_abbrev=False)
+    parser.format_help = overview  # type: ignore[method-assign]
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name, command in _COMMANDS.items():
-        own = commands.add_parser(
-            name, allow_abbrev=False, help=command.help, description=command.description, epilog=command.epilog
-        )
-        add_options(own, command.options)
+    for name, command in COMMANDS.items():
+        add_command(commands, name, command)
     return parser
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A command: its module, which has a function of the command's name that takes the options, and its help."""
-
-    module: str
-    options: type[Any]
-    help: str
-    description: str
-    epilog: str | None = None
-
-
-_COMMANDS = {
-    "run": _Command(
-        "shoal.cli.run.start",
-        RunOptions,
-        "train a job on one process or many",
-        "Train the job that FUNCTION in JOBFILE returns; the number of devices changes only the time.",
-        "exit codes: 0 done, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
-        "73 checkpoint not written, 74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, "
-        "1 a fault of shoal",
-    ),
-    "verify": _Command(
-        "shoal.cli.run.start",
-        VerifyOptions,
-        "prove that a parallel run computes what one process computes",
-        "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
-        "exit codes: 0 verified, 1 diverged, 2 could not run, 130 stopped by a signal",
-    ),
-    "plan": _Command(
-        "shoal.cli.plan",
-        PlanOptions,
-        "how many devices, which layout, how long, how much memory, and why",
-        "Search all layouts of a job on a cluster, running nothing on it, and say why the best is.",
-    ),
-    "export": _Command(
-        "shoal.cli.export",
-        ExportOptions,
-        "write a run's weights as safetensors, as Hugging Face lays them out",
-        "Write the weights of a checkpoint, of any layout, to files that other programs read; needs no GPU and no job.",
-        "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
-    ),
-    "evaluate": _Command(
-        "shoal.cli.trained_engine",
-        EvaluateOptions,
-        "a job's evaluation on the weights of a checkpoint",
-        "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
-        "exit codes: 0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
-    ),
-    "doctor": _Command(
-        "shoal.cli.doctor",
-        DoctorOptions,
-        "what of this machine, or of a run, costs time, and what to do",
-        "Examine this machine, or find out what a run's time was lost to, and what would bring it back.",
-        "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
-    ),
-    "predict": _Command(
-        "shoal.cli.trained_engine",
-        PredictOptions,
-        "a trained model's outputs for each sample of a data set",
-        "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
-        "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
-    ),
-    "report": _Command(
-        "shoal.cli.report",
-        ReportOptions,
-        "where a run's time went, as one HTML page",
-        "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
-        "exit codes: 0 done, 2 user error",
-    ),
-    "runs": _Command(
-        "shoal.cli.runs",
-        RunsOptions,
-        "list, compare, clean up and reproduce runs",
-        "List runs, say what differs between them, delete those that are not wanted, or print how to run one again.",
-        "exit codes: 0 done, 2 user error",
-    ),
-    "watch": _Command(
-        "shoal.cli.report",
-        WatchOptions,
-        "a run in the terminal while it trains",
-        "Show how a run goes, redrawn in place until it ends; it reads only what the run appends.",
-        "exit codes: 0 done, 2 user error",
-    ),
-    "resize": _Command(
-        "shoal.cli.resize",
-        ResizeOptions,
-        "more or fewer processes for a run that trains",
-        "Let a run go on with N processes after the step in hand; an exact run computes the same bits on any number.",
-        "exit codes: 0 the run goes on with N, 2 user error, 130 interrupted: the wish is withdrawn",
-    ),
-    "bench": _Command(
-        "shoal.cli.bench",
-        BenchOptions,
-        "measure this machine",
-        "Measure this machine and keep what was found as a cluster, for `shoal plan --cluster here`.",
-        "exit codes: 0 done, 2 user error, 69 a process died, 130 stopped by a signal",
-    ),
-}
 
 
 _STREAMS = (("stdout", 1, contextlib.redirect_stdout), ("stderr", 2, contextlib.redirect_stderr))

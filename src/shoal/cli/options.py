@@ -19,10 +19,12 @@ T = TypeVar("T")
 
 
 def _job(**more: Any) -> Any:
-    return option("a Python file and its job function (default: job)", "JOBFILE[:FUNCTION]", "job", **more)
+    return option(
+        "take the job from this function of a Python file (default: job)", "JOBFILE[:FUNCTION]", "job", **more
+    )
 
 
-_PRECISION = ("fp32, bf16, bf16-pure or fp16", "P")
+_PRECISION = ("compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says)", "P")
 _SET = ("set a parameter of the job function", "K=V")
 _SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
 _PATH = "PathText | None"
@@ -40,16 +42,18 @@ class TrainingOptions:
     )
     started_at: float = field(default_factory=time.time)  # start of the command; not an option
     plan: str | Plan | None = option(  # noqa: RUF009
-        "a plan (TOML); what it leaves out is filled in; auto: the planner's best",
+        "lay the run out as this TOML file says, or as the planner finds best (default: data parallel)",
         "FILE|auto",
         keyword="PathText | Plan | Answer | Candidate | None",
         call='a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in',
         page="a plan as TOML; `auto`: [the planner's best](plan.md#one-command)",
         refused="unknown keys, wrong values, all at once",
     )
-    devices: int | str | None = option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
+    devices: int | str | None = option(
+        "use N processes, one a GPU or on the CPU (default: all GPUs, or 1)", "N", least=1
+    )
     exact: bool | None = switch(
-        "bit-identical on any number of devices",
+        "compute the same bits on any number of devices, at some cost",
         default=None,
         page="over the plan's `execution.exact`",
         refused="as `execution.exact`",
@@ -69,7 +73,7 @@ class TrainingOptions:
         "[the length](fine-tuning.md)",
     )
     out: str | None = option(
-        "output directory (default: runs/NAME or runs/NAME-verify)",
+        "write into this directory (default: runs/NAME or runs/NAME-verify)",
         "DIR",
         keyword=_PATH,
         call="the run directory, or its address (s3://...); default: runs/NAME",
@@ -78,14 +82,14 @@ class TrainingOptions:
         refused="one that holds a run, without `--resume`; an address that nothing reaches",
     )
     max_microbatch: int | None = option(
-        "the most samples in one forward",
+        "put at most N samples in one forward (default: as many as fit the plan)",
         "N",
         least=1,
         page="the most samples in one forward, in whole grains",
         refused="fewer than a grain has",
     )
     workers: int | None = option(
-        "data-loading processes per rank (default: 0)",
+        "load data with N processes per rank (default: 0)",
         "N",
         least=0,
         page="over the plan's `data.workers`",
@@ -98,8 +102,7 @@ class RunOptions(Course, TrainingOptions):
     """Options of `shoal run`."""
 
     devices: int | str | None = option(
-        "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two; "
-        "auto: as many as pay off",
+        "use N processes, as many as there are of LEAST to MOST, or as many as pay off (default: all GPUs, or 1)",
         "N|LEAST:MOST|auto",
         least=1,
         between=True,
@@ -112,25 +115,25 @@ class RunOptions(Course, TrainingOptions):
         "layout than the run's",
     )
     layout: str | None = option(
-        "the plan's degrees, in place of --plan: data=2,tensor=2",
+        "divide the run along these axes, in place of --plan: data=2,tensor=2",
         "AXIS=N,...",
         page="the plan's degrees, in place of `--plan`: `data=2,tensor=2`",
         refused="an unknown axis; `--plan` beside it",
     )
     cluster: str | None = option(
-        "with --plan auto: the cluster, as shoal plan takes it (default: this machine)",
+        "plan for this cluster with --plan auto, as shoal plan does (default: this machine)",
         "C",
         page="with `--plan auto`: the cluster that is planned for, as for `shoal plan`; without it this machine",
         refused="without `--plan auto` or `--devices auto`; an unknown name",
     )
     verify: bool = switch(
-        "before the run, verify two steps of it as shoal verify does",
+        "verify two steps as shoal verify does before the run",
         keyword=None,
         page="before the run, two steps of it are [verified](verify.md), in `runs/NAME-verify`",
         refused="a divergence",
     )
     on: str = option(
-        "where the ranks are started: local (default), or an engine of docs/engines, with its options after a colon",
+        "start the ranks here or on an engine, such as slurm:--time=60 (default: local)",
         "ENGINE[:OPTIONS]",
         default="local",
         call='where the ranks are started: "local", or an engine with its options, "slurm:--time=60"',
@@ -149,7 +152,7 @@ class RunOptions(Course, TrainingOptions):
 class VerifyOptions(TrainingOptions):
     """Options of `shoal verify`."""
 
-    steps: int = option("steps to compare (default: 3)", "K", default=3, least=1)
+    steps: int = option("compare K steps (default: 3)", "K", default=3, least=1)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class PlanOptions:
     """Options of `shoal plan`."""
 
     job: str | None = option(
-        "a Python file and its job function (default: job), or a folder with a Hugging Face config.json",
+        "plan this function of a Python file (default: job), or a folder with a Hugging Face config.json",
         "JOBFILE[:FUNCTION]|hf:DIR",
         "job",
         nargs="?",
@@ -165,31 +168,32 @@ class PlanOptions:
         refused="no such file or function, a file that raises; no configuration, an unknown architecture",
     )
     cluster: str = option(
-        "8xH100, 4x8xA100, FILE.toml or here (default)",
+        "plan for 8xH100, 4x8xA100, FILE.toml or here (default: here)",
         "C",
         default="here",
         page="a name of the catalogue, a TOML file, or here",
         refused="an unknown name",
     )
     aim: str = option(
-        "fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
-        "efficiency=0.8: the fewest devices that keep 80%% of the best throughput per device; "
-        "widest=0.8: the most devices that do",
+        "prefer the fastest, the cheapest, the cheapest that ends the job in time (deadline=2h), or the fewest or most "
+        "devices that keep 80%% of the best throughput per device (efficiency=0.8, widest=0.8) (default: fastest)",
         "A",
         default="fastest",
         page="which plan is [best](plan.md#aims)",
         refused="an unknown aim",
     )
-    max_devices: int | None = option("use at most N devices", "N", least=1, page="no more devices", refused="0")
+    max_devices: int | None = option(
+        "use at most N devices (default: all of the cluster)", "N", least=1, page="no more devices", refused="0"
+    )
     seq: int | None = option(
-        "of hf:DIR, tokens of a sequence",
+        "plan hf:DIR for sequences of N tokens",
         "N",
         least=1,
         page="of `hf:DIR`, tokens of a sequence",
         refused="a job file; 0",
     )
     batch: int | None = option(
-        "of hf:DIR, sequences or images of a step",
+        "plan hf:DIR for N sequences or images a step",
         "N",
         least=1,
         page="of `hf:DIR`, sequences or images of a step",
@@ -198,32 +202,42 @@ class PlanOptions:
     precision: str | None = option(*_PRECISION, page="as for `shoal run`")
     set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append", page="as for `shoal run`")
     mtbf: str | float | None = option(
-        "hours between failures of one device, on average",
+        "expect a failure of a device each HOURS on average (default: no failures)",
         "HOURS",
         page="hours between failures of a device",
         refused="0",
     )
     price: str | float | None = option(
-        "US dollars of a device-hour (default: the catalogue's)",
+        "count DOLLARS (US) for a device-hour (default: the catalogue's price)",
         "DOLLARS",
         page="US dollars of a device-hour, over the catalogue's",
         refused="0",
     )
     tokens: str | float | None = option(
-        "the job's length in tokens, such as 1e12, for its time and cost",
+        "estimate time and cost of N tokens, such as 1e12 (default: the job's length)",
         "N",
         page="the job's length in tokens",
         refused="0; samples that are no tokens",
     )
-    samples: str | float | None = option("the job's length in samples", "N", refused="0; `--tokens` beside it")
+    samples: str | float | None = option(
+        "estimate time and cost of N samples (default: the job's length)", "N", refused="0; `--tokens` beside it"
+    )
     output: str | None = option(
-        "write the plan, for shoal run --plan", "FILE", "-o", "--output", page="writes the plan", refused="a folder"
+        "write the plan to FILE, for shoal run --plan",
+        "FILE",
+        "-o",
+        "--output",
+        page="writes the plan",
+        refused="a folder",
     )
     html: str | None = option(
-        "write a page with the curve, the waterfalls and every reason", "FILE", page="writes a page", refused="a folder"
+        "write an HTML page with the curve, the waterfalls and every reason to FILE",
+        "FILE",
+        page="writes a page",
+        refused="a folder",
     )
     learn: tuple[str, ...] | None = option(
-        "correct the predictions by what these runs took",
+        "correct later predictions by what these runs took",
         "RUNDIR",
         nargs="+",
         page="corrects predictions by these runs",
@@ -231,8 +245,8 @@ class PlanOptions:
     )
 
 
-_STEP = "last (default), best (where the job watches a metric), or the step that a checkpoint was taken after"
-_RUN = "a run directory, or one checkpoint"
+_STEP = "take the checkpoint of this step, the last one, or the best by the job's metric (default: last)"
+_RUN = "read the weights of this run directory or checkpoint"
 
 
 @dataclass(frozen=True)
@@ -241,7 +255,7 @@ class ExportOptions:
 
     run: str = option(_RUN, "RUN", "run", default=MISSING, refused="no checkpoint; a damaged one, by name")
     output: str | None = option(
-        "a new folder (default: RUN/export)",
+        "write into this new folder (default: RUN/export)",
         "DIR",
         "-o",
         "--output",
@@ -252,12 +266,12 @@ class ExportOptions:
         _STEP, "STEP", default="last", page="`last`, `best`, or the step of a checkpoint", refused="a step without one"
     )
     ema: bool = switch(
-        "the averaged weights of a run with the callback EMA",
+        "take the averaged weights of a run with the callback EMA",
         page="the averaged weights of a run with `shoal.EMA`",
         refused="a run without",
     )
     max_shard_size: str = option(
-        "the most bytes in a file (default: 5GB)",
+        "write at most SIZE bytes to a file (default: 5GB)",
         "SIZE",
         default="5GB",
         page="the most bytes in a file; GB is 10⁹, GiB 2³⁰",
@@ -284,9 +298,9 @@ class EvaluateOptions:
     job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model, no `eval_data`")  # noqa: RUF009  (a field, as the others)
     run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
     step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
-    ema: bool = switch("the averaged weights of a run with the callback EMA", page="as for `shoal export`")
+    ema: bool = switch("take the averaged weights of a run with the callback EMA", page="as for `shoal export`")
     devices: int | None = option(
-        "processes: one a GPU, or CPU processes (default: all GPUs, or 1)",
+        "use N processes, one a GPU or on the CPU (default: all GPUs, or 1)",
         "N",
         least=1,
         page="processes, along the axes of the run",
@@ -303,7 +317,7 @@ class DoctorOptions:
     """Options of `shoal doctor`."""
 
     run: str | None = option(
-        "a run directory; without one this machine is examined",
+        "examine this run directory (default: this machine)",
         "RUN",
         "run",
         nargs="?",
@@ -311,7 +325,7 @@ class DoctorOptions:
         refused="one where no run began, or with records of fewer than four steps",
     )
     job: str | None = option(
-        "the run's job, which the planner is asked about and --try runs: a Python file and its job function",
+        "ask the planner about the run's job, and run it with --try",
         "JOBFILE[:FUNCTION]",
         page="the run's job, a Python file and its function: the planner is asked about it, and `--try` runs it",
         refused="without a run",
@@ -327,7 +341,7 @@ class DoctorOptions:
         refused="without a run, without `--job`, where the job does not run",
     )
     steps: int | None = option(
-        "with --try: steps of each trial",
+        "train N steps in each trial of --try (default: 40, or more for rare events)",
         "N",
         least=10,
         page="with `--try`: steps of each trial (40, or three evaluations or checkpoints, or two of rarer ones; 400 "
@@ -335,13 +349,13 @@ class DoctorOptions:
         refused="fewer than 10; without a run",
     )
     hosts: str | None = option(
-        "try ports between these hosts, reached by ssh; its options after them",
+        "try ports between these hosts over ssh, with options of ssh behind them",
         "A,B[ OPTIONS]",
         page="tries ports between these hosts, which ssh reaches; options of ssh behind them",
         refused="fewer than two, one twice, with a run, a host that ssh or shoal does not start on",
     )
     folder: str = option(
-        "where runs are written, for the trial of the disk (default: runs)",
+        "try the disk of this folder (default: runs)",
         "DIR",
         default="runs",
         page="where runs are written, for the trial of the disk",
@@ -356,7 +370,7 @@ class PredictOptions:
     job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model")  # noqa: RUF009  (a field, as the others)
     run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
     output: str | None = option(
-        "a new file, .npz or .safetensors (default: RUN/predictions.npz)",
+        "write this new file, .npz or .safetensors (default: RUN/predictions.npz)",
         "FILE",
         "-o",
         "--output",
@@ -364,15 +378,15 @@ class PredictOptions:
         refused="one that is there; another kind",
     )
     data: str | None = option(
-        "eval (default), train, or the name of one of several evaluation sets",
+        "predict eval, train or one of several evaluation sets by its name (default: eval)",
         "NAME",
         page="`eval`, `train`, or one of several evaluation sets",
         refused="what the job has not",
     )
     step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
-    ema: bool = switch("the averaged weights of a run with the callback EMA", page="as for `shoal export`")
+    ema: bool = switch("take the averaged weights of a run with the callback EMA", page="as for `shoal export`")
     devices: int | None = option(
-        "processes, each with the whole model (default: 1)",
+        "use N processes, each with the whole model (default: 1)",
         "N",
         least=1,
         page="processes, each with the whole model; by default 1",
@@ -388,7 +402,7 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = option(
-        "a run directory; of several what differs",
+        "read this run directory; of several the page says what differs",
         "RUN",
         "runs",
         default=(),
@@ -397,7 +411,7 @@ class ReportOptions:
         refused="one where no run began",
     )
     output: str | None = option(
-        "the page (default: RUN/report.html; of several runs report.html)",
+        "write the page to FILE (default: RUN/report.html, of several runs report.html)",
         "FILE",
         "-o",
         "--output",
@@ -414,8 +428,7 @@ class RunsOptions:
     """Options of `shoal runs`."""
 
     words: tuple[str, ...] = option(
-        "what to do: list (default), compare, show, delete, prune or reproduce; then a folder of runs (default: runs), "
-        "or runs",
+        "list or prune a folder of runs (default: list runs), or compare, show, delete or reproduce runs",
         "WORD",
         "words",
         default=(),
@@ -424,13 +437,14 @@ class RunsOptions:
         refused="a run that is none, that trains, or behind a link",
     )
     sort: str | None = option(
-        "order of the list: name (default), began, state, steps, loss, best, time, size; -loss for the largest first",
+        "order the list by a column: name, began, state, steps, loss, best, time or size; -loss has the largest first "
+        "(default: name)",
         "COLUMN",
         page="order of the list by a column; `--sort=-loss` for the largest first",
         refused="no column",
     )
     filter: tuple[str, ...] = option(
-        "only runs with this value of a column or setting: state=failed; may be given several times",
+        "list only runs with this value of a column or setting, such as state=failed; may be repeated",
         "NAME=VALUE",
         default=(),
         action="append",
@@ -438,10 +452,10 @@ class RunsOptions:
         refused="a name that no run has",
     )
     keep_best: int | None = option(
-        "with prune: how many runs stay", "N", least=1, page="with `prune`: how many runs stay", refused="0"
+        "keep the N best runs, for prune", "N", least=1, page="with `prune`: how many runs stay", refused="0"
     )
     metric: str | None = option(
-        "with prune: what is best (default: the metric that the jobs watch)",
+        "compare runs by this metric, for prune (default: the metric that the jobs watch)",
         "NAME:min|max",
         page="with `prune`: what is best; by default the metric that the jobs watch",
         refused="neither `min` nor `max`",
@@ -455,16 +469,16 @@ class WatchOptions:
     """Options of `shoal watch`."""
 
     run: str = option(
-        "a run directory, of a run on any host that shares it",
+        "show the run of this directory, on any host that shares the directory",
         "RUN",
         "run",
         default=MISSING,
         page="a run directory",
         refused="one where no run began",
     )
-    once: bool = switch("show it once, for scripts", page="shows it once")
+    once: bool = switch("show the run once, for scripts", page="shows it once")
     openmetrics: str | None = option(
-        "also write its numbers for Prometheus, as OpenMetrics text",
+        "also write its numbers for Prometheus to FILE, as OpenMetrics text",
         "FILE",
         page="also writes its numbers for Prometheus",
         refused="a file that cannot be written",
@@ -476,7 +490,7 @@ class ResizeOptions:
     """Options of `shoal resize`."""
 
     run: str = option(
-        "the directory of a run that trains now",
+        "resize the run in this directory, which trains now",
         "RUN",
         "run",
         default=MISSING,
@@ -484,7 +498,7 @@ class ResizeOptions:
         refused="one where no run began, or none trains now",
     )
     devices: int = option(
-        "processes that it is to go on with",
+        "continue with N processes",
         "N",
         "devices",
         default=MISSING,
@@ -499,8 +513,7 @@ class BenchOptions:
     """Options of `shoal bench`."""
 
     what: str = option(
-        "machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and what "
-        "`auto` chooses by",
+        "measure all that shoal plan reads, or every all-reduce side by side (default: machine)",
         None,
         "what",
         default="machine",
@@ -510,22 +523,24 @@ class BenchOptions:
         refused="another word",
     )
     sizes: str | None = option(
-        "of collectives, in bytes (default: 1K to 256M)",
+        "measure collectives of these sizes in bytes (default: 1K to 256M)",
         "LIST",
         page="of collectives, in bytes",
         refused="`machine`; what is no size",
     )
     out: str | None = option(
-        "write the cluster file here too (TOML)",
+        "write the cluster file to FILE too, as TOML",
         "FILE",
         "-o",
         "--out",
         page="writes the file here too",
         refused="a folder that is not there",
     )
-    quick: bool = switch("fewer sizes and samples, about 15 s", page="fewer sizes and samples", refused="`collectives`")
+    quick: bool = switch(
+        "measure fewer sizes and samples, in about 15 s", page="fewer sizes and samples", refused="`collectives`"
+    )
     ranks: str | None = option(
-        "the most processes at once (default: one a GPU, or one a core up to 8)",
+        "measure at most N processes at once (default: one a GPU, or one a core up to 8)",
         "N",
         page="the most processes at once",
         refused="more than the GPUs; 1 for collectives",

@@ -290,7 +290,7 @@ class Course:
     """Options on how long a run trains, and what it reads, writes and checks on the way."""
 
     steps: int | None = option(
-        "end after step N; the schedule stays that of the job's own length",
+        "end after step N of the same schedule (default: the job's length)",
         "N",
         least=1,
         saved="stop_after",
@@ -299,7 +299,7 @@ class Course:
         page="ends after so many; the schedule stays that of the job's length",
     )
     resume: bool = switch(
-        "go on from the newest good checkpoint in the run directory",
+        "continue from the newest good checkpoint in the run directory",
         compared=str,
         page="continues from the newest good checkpoint, also to [another "
         "length](fine-tuning.md#more-epochs-of-the-same-run)",
@@ -307,25 +307,25 @@ class Course:
         "checkpoint's replace (a learning rate acts)",
     )
     resume_if_exists: bool = switch(
-        "--resume where the run directory has a run, a new run where it has none",
+        "resume if the run directory has a run, else start one",
         page="`--resume` where the run directory has a run, a new run where it has none: for engines that restart it",
         call="resume from the newest good checkpoint if the directory has a run, else start one",
     )
     accept_changes: bool = switch(
-        "with --resume: go on although the job was changed",
+        "continue with --resume although the job was changed",
         call="with resume: go on although the job was changed",
         page="with `--resume`: continues although the job was changed, and prints the changes",
         refused="without `--resume`",
     )
     checkpoint_every: int | None = option(
-        "steps between checkpoints (default: about 1 %% of the time)",
+        "write a checkpoint every N steps (default: as often as costs 1 %% of the time)",
         "N",
         least=1,
         compared=str,
         page="steps between checkpoints; the last step always has one",
     )
     evaluate_every: int | None = option(
-        "steps between evaluations (default: after each epoch)",
+        "evaluate every N steps (default: after each epoch)",
         "N",
         least=1,
         saved="evaluate_every",
@@ -333,7 +333,7 @@ class Course:
         page="steps between evaluations, instead of one after each epoch; the last step always has one",
     )
     keep_checkpoints: int | Literal["all"] | None = option(
-        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)",
+        "keep the N newest checkpoints, or all (default: 3, or as the resumed run)",
         "N|all",
         parse=_number_or_all,
         saved="keep_checkpoints",
@@ -345,7 +345,7 @@ class Course:
         refused="less than 1",
     )
     require_certificate: str | None = option(
-        "train only what `shoal verify` has verified",
+        "train only what this certificate of shoal verify covers",
         "FILE",
         compared=bool,
         keyword="PathText | None",
@@ -357,13 +357,13 @@ class Course:
         page="records no [source](runs.md#a-run-again): no commit, no uncommitted changes, no packages, no command",
     )
     private: bool = switch(
-        "only you may read the run directory (mode 0700)",
+        "let only you read the run directory (mode 0700)",
         page="only you may read the run directory (mode 0700); without it your umask decides, and nobody else may "
         "write there",
     )
-    no_telemetry: bool = switch("no spans and no step records", compared=str, page="no spans, no step records")
+    no_telemetry: bool = switch("write no spans and no step records", compared=str, page="no spans, no step records")
     track: tuple[TrackerName, ...] = option(
-        "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be given several times",
+        "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be repeated",
         "T[:WHERE]",
         default=(),
         action="append",
@@ -374,7 +374,7 @@ class Course:
         refused="another name; a package that is not installed",
     )
     trace: TraceSteps | None = option(  # noqa: RUF009  (a field, as the others)
-        "write torch's profile of these steps, of all ranks, for Perfetto: 10-12",
+        "write torch's profile of these steps on all ranks, for Perfetto, such as 10-12",
         "STEPS",
         parse=_steps,
         unserved="a step has no beginning of its own",
@@ -385,7 +385,7 @@ class Course:
         refused="other words, steps below 1; servers; noted: steps that were not trained",
     )
     bad_samples: int | None = option(
-        "leave out up to N samples that cannot be read, and name them (default: 0, or as the run that is resumed)",
+        "skip up to N samples that cannot be read, and name them (default: 0, or as the resumed run)",
         "N",
         least=0,
         saved="bad_samples",
@@ -398,8 +398,9 @@ class Course:
         refused="less than 0; servers; noted: a stream",
     )
     check_replicas: int | None = option(
-        "compare the replicas of the model every N steps, and roll back where a bit has flipped",
+        "compare the model's replicas every N steps, and roll back after a flipped bit (default: never)",
         "N",
+        call="compare the model's replicas every so many steps, and roll back after a flipped bit",
         least=1,
         saved="check_replicas",
         compared=str,
@@ -408,7 +409,7 @@ class Course:
         refused="less than 1; noted: no two ranks with the same of the model",
     )
     max_restarts: int = option(
-        "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
+        "start lost ranks up to N times in a row without a new step; 0 ends the run at a lost rank (default: 5)",
         "N",
         default=5,
         least=0,
@@ -417,7 +418,7 @@ class Course:
         refused="less than 0",
     )
     init_from: str | None = option(
-        "initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder",
+        "begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder",
         "PATH",
         compared=str,
         keyword="PathText | None",
@@ -425,7 +426,7 @@ class Course:
         refused="nothing there, another model, code in a file, `--resume`",
     )
     init_allow: str | None = option(
-        "with --init-from: tensors that may differ: missing, unexpected, mismatched (default: none)",
+        "let tensors of --init-from be missing, unexpected or mismatched (default: none)",
         "KINDS",
         compared=str,
         call='for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none',
@@ -433,7 +434,7 @@ class Course:
         refused="other words, without `--init-from`",
     )
     init_rename: tuple[str, ...] = option(
-        "with --init-from: rename a prefix of names",
+        "rename a prefix of names of --init-from",
         "OLD=NEW",
         default=(),
         action="append",
@@ -476,11 +477,19 @@ def course_of(options: Course, saved: Mapping[str, Any] | None) -> tuple[Course,
     return Course(**values), origins
 
 
-def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """Add the options of a kind to a parser, in order."""
-    for one in declared(kind):
-        default = list(one.default) if isinstance(one.default, tuple) else one.default  # argparse appends to a list
-        parser.add_argument(*(one.option.flags or (one.flag,)), default=default, **one.option.settings)
+def add_options(parser: argparse.ArgumentParser, kind: Any, groups: Mapping[str, Sequence[str]]) -> None:
+    """Add the options of a kind to a parser, in groups. `groups`: the names of a group's options by its title.
+
+    Options that are in no group are in the last one.
+    """
+    options = {one.name: one for one in declared(kind)}
+    *_, last = groups
+    rest = [name for name in options if not any(name in names for names in groups.values())]
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for one in (options[name] for name in (*names, *(rest if title == last else ()))):
+            default = list(one.default) if isinstance(one.default, tuple) else one.default  # argparse appends to it
+            group.add_argument(*(one.option.flags or (one.flag,)), default=default, **one.option.settings)
 
 
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import shoal
 import shoal.errors
 from shoal.cli import main as command
+from shoal.cli.commands import COMMANDS
 from shoal.cli.main import main
 from shoal.errors import ExitCode, from_json
 
@@ -39,6 +41,40 @@ def test_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
         options = ["--plan", "--devices", "--exact", "--precision", "--set", "--steps", "--resume", "--out"]
         for option in [*options, "--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "exit codes"]:
             assert option in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_in_groups_and_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"usage: shoal {name} ")
+    assert lines[1] == ""
+    titles = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [*COMMANDS[name].groups, "more", "examples", "exit codes"]
+    for example in COMMANDS[name].examples:
+        assert command._parse(shlex.split(example)[1:]).command == name
+
+
+def test_help_lists_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.endswith(":")] == [
+        *("train:", "decide:", "check:", "look:", "models:", "begin with:"),
+    ]
+    names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("  shoal")]
+    assert sorted(names) == sorted(COMMANDS)
+
+
+def test_the_order_of_a_list_may_begin_with_a_minus() -> None:
+    assert command._parse(["runs", "--sort", "-loss", "--json"]).sort == "-loss"
+    assert command._parse(["runs", "runs", "--sort", "loss"]).sort == "loss"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
