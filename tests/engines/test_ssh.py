@@ -121,6 +121,45 @@ def test_hosts_of_a_range_that_do_not_answer_at_the_start(hosts: SshHosts, undis
         assert "Could not resolve hostname nowhere" in started.wait(LIMIT_SECONDS).expect(2).stderr
 
 
+HEAVY = """
+import torch
+import shoal
+
+def job():
+    data = torch.utils.data.TensorDataset(torch.randn(1024, 1000), torch.zeros(1024, dtype=torch.long))
+    return shoal.Job(
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(4))),
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train_data=data,
+        global_batch=512,
+        length=shoal.Steps(2),
+    )
+"""
+
+
+def test_the_hosts_are_asked_what_they_have_and_planned_for(hosts: SshHosts, tmp_path: Path) -> None:
+    """A small step pays on one process of the first host; a large one on all cores of both. A lost host is an error."""
+    on, out = f"hosts:h1,h2 -F {hosts.config}", tmp_path / "run"
+    words = ("--plan", "auto", "--on", on, "--out")
+    with start_command([sys.executable, "-m", "shoal", "run", JOB, *words, str(out)], out) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    notes = [line for line in ended.stderr.splitlines() if line.startswith("note: --plan auto")]
+    cores = 2 * len(os.sched_getaffinity(0))
+    assert f"one device on h1, h2 ({cores} cores): " in notes[0]
+    heavy = tmp_path / "heavy.py"
+    heavy.write_text(HEAVY, encoding="utf-8")
+    out = tmp_path / "heavy"
+    with start_command([sys.executable, "-m", "shoal", "run", str(heavy), *words, str(out)], out) as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert result(out)["world_size"] == cores
+    hosts.hosts[1].crash()
+    lost = str(tmp_path / "lost")
+    with start_command([sys.executable, "-m", "shoal", "run", JOB, *words, lost], tmp_path / "l") as started:
+        assert "host h2" in started.wait(LIMIT_SECONDS).expect(2).stderr
+    assert not list(tmp_path.glob("lost*"))
+
+
 def test_the_command_is_killed_and_no_rank_is_left(hosts: SshHosts, tmp_path: Path) -> None:
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
     with run(hosts, out, gate=gate) as started:

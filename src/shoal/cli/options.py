@@ -123,8 +123,10 @@ class RunOptions(Course, TrainingOptions):
     cluster: str | None = option(
         "plan for this cluster with --plan auto, as shoal plan does (default: this machine)",
         "C",
-        page="with `--plan auto`: the cluster that is planned for, as for `shoal plan`; without it this machine",
-        refused="without `--plan auto` or `--devices auto`; an unknown name",
+        page="with `--plan auto`: the cluster that is planned for, as for `shoal plan`; without it this machine, or "
+        "the hosts of `--on hosts:`",
+        refused="without `--plan auto` or `--devices auto`; an unknown name; without `--on` or `--dry-run`, devices "
+        "that are not here",
     )
     verify: bool = switch(
         "verify two steps as shoal verify does before the run",

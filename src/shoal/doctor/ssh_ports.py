@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from shoal.doctor.health import HealthCheck, Severity
-from shoal.errors import CommandError, LaunchError
-from shoal.launch.launchers.ssh import SSH_OPTIONS, address_of
-from shoal.launch.supervise.child import Child
+from shoal.errors import CommandError
+from shoal.launch.launchers.ssh import HostProbe, address_of
 
-_GRACE_SECONDS = 5.0
 _OPEN = (
     "a firewall is between them: ranks listen on ports that the system chooses (sysctl net.ipv4.ip_local_port_range); "
     "open these among the hosts, or name a network on which they are: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
 )
-
-
-class PortProbe:
-    """Process on a host that listens, and tries the ports of other hosts."""
-
-    def __init__(self, host: str, options: Sequence[str]) -> None:
-        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process ports"
-        words = ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
-        self._host, self._complaints = host, list[str]()
-        self.child = Child(words, listens=True, output=subprocess.PIPE, errors=self._complaints.append)
-
-    def answer(self) -> list[Any]:
-        """Return the next answer. Raises: LaunchError if there is none."""
-        assert self.child.process.stdout is not None, "it is a pipe"
-        for line in self.child.process.stdout:
-            if line.startswith("["):  # skips a greeting of the host's shell
-                answer: list[Any] = json.loads(line)
-                return answer
-        self.child.finish(_GRACE_SECONDS)
-        raise LaunchError(
-            given=f"host {self._host}",
-            conflict="\n".join(self._complaints).strip()[-300:] or "ssh ended without a word",
-            remedy=f"let `ssh {self._host} {shlex.quote(sys.executable)} -m shoal --version` work without a password "
-            "first",
-        )
 
 
 def between(given: str) -> tuple[HealthCheck, ...]:
@@ -66,10 +35,10 @@ def between(given: str) -> tuple[HealthCheck, ...]:
             remedy="write --hosts first,second as ssh takes the names, and options of ssh after them",
         )
     addresses = {host: address_of(host, words[1:]) for host in hosts}
-    probes: dict[str, PortProbe] = {}
+    probes: dict[str, HostProbe] = {}
     try:
         for host in hosts:
-            probes[host] = PortProbe(host, words[1:])
+            probes[host] = HostProbe(host, words[1:], "ports")
         ports = {host: [int(port) for port in probe.answer()] for host, probe in probes.items()}
         places = {h: [(addresses[o], port) for o in hosts if o != h for port in ports[o]] for h in hosts}
         for host, probe in probes.items():
@@ -77,7 +46,7 @@ def between(given: str) -> tuple[HealthCheck, ...]:
         reasons = {h: dict(zip(places[h], map(str, probe.answer()), strict=True)) for h, probe in probes.items()}
     finally:
         for probe in probes.values():
-            probe.child.finish(_GRACE_SECONDS)
+            probe.close()
 
     def listed(ports: Mapping[int, str]) -> str:
         return f"port{'s' if len(ports) > 1 else ''} {', '.join(map(str, ports))}"

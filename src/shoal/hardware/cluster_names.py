@@ -104,21 +104,25 @@ def named_cluster(text: str) -> Cluster:
         count, link_name = port_parts.groups() if port_parts else (None, modifier)
         num_ports = int(count or 1)
         if speed := _SPEED.fullmatch(link_name):
-            gigabits = float(speed[1]) * num_ports
-            like = cluster.between or link("InfiniBand-HDR")
-            stated = f"given: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"
-            network = replace(
-                like,
-                name=f"{gigabits:g} Gbit/s",
-                bytes_per_second=gigabits * 1e9 / 8 * _SPEED_SHARE,
-                sources={**like.sources, "bytes_per_second": stated},
-            )
-            cluster = replace(cluster, between=network)
+            cluster = with_network(cluster, float(speed[1]) * num_ports, "given")
             continue
         known = entry("link", link_name, links())
         other, is_within = _of_ports(link(known), num_ports), links()[known]["reach"] == "host"
         cluster = replace(cluster, within=other) if is_within else replace(cluster, between=other)
     return cluster
+
+
+def with_network(cluster: Cluster, gigabits: float, source: str) -> Cluster:
+    """Return the cluster with a network of `gigabits` Gbit/s a host."""
+    like = cluster.between or link("InfiniBand-HDR")
+    stated = f"{source}: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"
+    network = replace(
+        like,
+        name=f"{gigabits:g} Gbit/s",
+        bytes_per_second=gigabits * 1e9 / 8 * _SPEED_SHARE,
+        sources={**like.sources, "bytes_per_second": stated},
+    )
+    return replace(cluster, between=network)
 
 
 def of_cores(core: Device, cores: int, ranks: int) -> Device:

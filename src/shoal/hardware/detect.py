@@ -90,6 +90,15 @@ def gpus() -> list[str]:
     return [model[1].strip() for text in texts if (model := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
+def network_gigabits(root: Path = Path("/")) -> float | None:
+    """Return the Gbit/s of all InfiniBand ports, or else of the fastest network card; None if the system knows none."""
+    rates = [file_text(path) or "" for path in (root / "sys/class/infiniband").glob("*/ports/*/rate")]
+    ports = sum(float(rate.split()[0]) for rate in rates if re.match(r"[\d.]+ Gb/sec", rate))
+    cards = [path.parent for path in (root / "sys/class/net").glob("*/device")]  # virtual ones have no device
+    speeds = [file_text(card / "speed") or "" for card in cards]
+    return ports or max((int(speed) / 1000 for speed in speeds if speed.isdecimal()), default=None)
+
+
 def visible_gpus() -> int:
     """Return the number of GPUs that the driver shows, at most as many as CUDA_VISIBLE_DEVICES names."""
     number = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0

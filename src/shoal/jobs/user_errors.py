@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import site
 import sys
 import sysconfig
 import traceback
@@ -15,7 +16,10 @@ from shoal.errors import text_of
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # as frames name it: the import may lead over links
 _TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the user's code that is in no file
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
+    *site.getsitepackages(),  # with --system-site-packages, also those below the virtual environment
+)
 
 
 def place_of(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import functools
 import itertools
 import operator
 import random
+import site
 import sys
 import sysconfig
 import threading
@@ -36,7 +37,10 @@ _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
 _MOST_BYTES_IN_ALL, _MOST_DEPTH = 64 << 20, 32
 # Attributes of a module that belong to torch; recurrent layers also list their parameters.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
-_LIBRARIES = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
+    *site.getsitepackages(),  # with --system-site-packages, also those below the virtual environment
+)
 ATOMS: tuple[type, ...] = (
     type(None),
     bool,

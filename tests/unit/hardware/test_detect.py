@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from shoal.hardware import cluster, detect, dump
-from shoal.hardware.detect import cores, cpu_quota, detected, kind_of, measured_file, memory_bytes, within_quota
+from shoal.hardware.detect import (
+    cores,
+    cpu_quota,
+    detected,
+    kind_of,
+    measured_file,
+    memory_bytes,
+    network_gigabits,
+    within_quota,
+)
 
 
 def test_what_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +104,18 @@ def test_the_quota_of_a_cgroup(files: dict[str, str], quota: float | None, tmp_p
 def test_cores_whose_time_a_process_gets(quota: str, cores: float, tmp_path: Path) -> None:
     allowed = cpu_quota(plant(tmp_path, {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}))
     assert within_quota(4, allowed) == cores
+
+
+def test_the_speed_of_the_network(tmp_path: Path) -> None:
+    """InfiniBand ports add up and come first; of network cards the fastest counts, and virtual ones have no device."""
+    assert network_gigabits(tmp_path) is None
+    for name, speed, real in (("eth0", "10000", True), ("eth1", "1000", True), ("eth2", "-1", True), ("v", "9", False)):
+        folder = tmp_path / "sys/class/net" / name
+        (folder / "device" if real else folder).mkdir(parents=True)
+        (folder / "speed").write_text(f"{speed}\n")
+    assert network_gigabits(tmp_path) == 10.0
+    for port in ("1", "2"):
+        folder = tmp_path / "sys/class/infiniband/mlx5_0/ports" / port
+        folder.mkdir(parents=True)
+        (folder / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    assert network_gigabits(tmp_path) == 400.0

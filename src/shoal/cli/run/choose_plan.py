@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import RunOptions
 from shoal.errors import CommandError, PlanError, from_json, nearest
+from shoal.hardware import cluster as find_cluster
+from shoal.hardware import dump
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest, load, parse_target
 from shoal.launch.environment import Environment, inside_run
+from shoal.launch.launchers.ssh_cluster import ask_hosts
 from shoal.launch.supervise.child import in_child
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
@@ -44,9 +47,11 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
     if options.resume or options.resume_if_exists:
         out = Path(options.out) if options.out else default_directory(_target(options).name, True)
         if RunDirectory(out).plan.exists():
-            print(f"note: {_spelled(options)}: the run goes on with its own plan", file=sys.stderr)
-            return replace(options, plan=None, devices=None, cluster=None)
-    engine = options.on.partition(":")[0]
+            devices = None if options.devices == AUTO else options.devices
+            on = f", on {devices} devices" if devices is not None else ""
+            print(f"note: {_spelled(options)}: the run goes on with its own plan{on}", file=sys.stderr)
+            return replace(options, plan=None, devices=devices, cluster=None)
+    engine, _, of_engine = options.on.partition(":")
     if engine == "local" and ":" in str(options.devices) and options.cluster is None:
         return replace(options, plan=None)  # the planner is asked for a range anyway
     if ":" in str(options.devices):
@@ -55,18 +60,28 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
             conflict="a plan for a cluster has one number of devices",
             remedy="write the most that it may take, such as --devices 16",
         )
-    if engine != "local" and options.cluster is None:
+    hosts, where = None, options.cluster or "this machine"
+    if engine == "hosts" and options.cluster is None:
+        hosts = ask_hosts(of_engine)
+        description = _beside(options, "cluster.toml")
+        write_file(description, dump(hosts.cluster))
+        options = replace(options, cluster=str(description))
+        kind = hosts.cluster.device.name if hosts.cluster.device.kind == "gpu" else "cores"
+        where = f"{', '.join(hosts.hosts)} ({hosts.cluster.num_devices} {kind})"
+    elif engine != "local" and options.cluster is None:
         raise CommandError(
             given=f"{_spelled(options)} --on {options.on}",
             conflict=f"the devices that {engine} will give are not known here",
             remedy="add --cluster, such as --cluster 8xH100, or a file that shoal bench wrote there",
         )
     most = None
-    if engine == "local":
+    if engine == "local" and not (options.dry_run and options.cluster is not None):
         most = visible_gpus() or cores()
+        if options.cluster is not None:
+            _refuse_other_machine(options, most)
     if isinstance(options.devices, int) or (options.devices or "").isdecimal():
         most = min(int(options.devices or 1), most or int(options.devices or 1))
-    plan, lines = ask_planner(options, most)
+    plan, lines = ask_planner(options, most, where=where)
     assert plan is not None, "without limits the planner has a plan, or an error"
     for line in lines:
         print(f"note: {line}", file=sys.stderr)
@@ -75,13 +90,13 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         plan = Plan().model_copy(update=degrees)
     chosen: Plan | str = plan
     if engine != "local" or options.dry_run:  # the engine's processes, or whoever starts it later, read a file
-        out = Path(options.out) if options.out and options.address is None else Path("runs") / _target(options).name
-        file = out.with_name(f"{out.name}.plan.toml").absolute()
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = _beside(options, "plan.toml").absolute()
         write_file(file, plan_text(plan))
         seen = ", which all hosts must see" if engine != "local" else ""
         print(f"note: the plan is in {file}{seen}", file=sys.stderr)
         chosen = str(file)
+    if hosts is not None:
+        options = replace(options, on=hosts.for_devices(plan.num_processes))
     return replace(options, plan=chosen, devices=None, cluster=None)
 
 
@@ -131,6 +146,28 @@ def _check(options: RunOptions, asks: bool) -> None:
     raise CommandError(given=given, conflict=conflict, remedy=remedy)
 
 
+def _refuse_other_machine(options: RunOptions, most: int) -> None:
+    """Refuse to train here what is planned for another machine, and else say where it trains. Raises: CommandError."""
+    given = f"{_spelled(options)} --cluster {options.cluster}"
+    cluster = find_cluster(options.cluster or "here")
+    here, kind = f"{most} {'GPUs' if visible_gpus() else 'cores'}", "gpu" if visible_gpus() else "cpu"
+    bounded = int(options.devices) if str(options.devices).isdecimal() else cluster.num_devices  # type: ignore[arg-type]
+    if cluster.device.kind != kind or min(bounded, cluster.num_devices) > most:
+        raise CommandError(
+            given=given,
+            conflict=f"without --on the run trains on this machine, which has {here}",
+            remedy="write --dry-run for the plan alone, --on ENGINE to train there, or leave --cluster out",
+        )
+    print(f"note: {given}: planned for {options.cluster}, trains on this machine, which has {here}", file=sys.stderr)
+
+
+def _beside(options: RunOptions, suffix: str) -> Path:
+    """Return the path of a file beside the run directory, in a folder that exists."""
+    out = Path(options.out) if options.out and options.address is None else Path("runs") / _target(options).name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out.with_name(f"{out.name}.{suffix}")
+
+
 def _spelled(options: RunOptions) -> str:
     return "--devices auto" if options.devices == AUTO else "--plan auto"
 
@@ -139,10 +176,13 @@ def _target(options: RunOptions) -> JobRequest:
     return options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
 
 
-def ask_planner(options: RunOptions, most: int | None, least: int | None = None) -> tuple[Plan | None, list[str]]:
+def ask_planner(
+    options: RunOptions, most: int | None, least: int | None = None, where: str = "this machine"
+) -> tuple[Plan | None, list[str]]:
     """Return the planner's plan for at most `most` devices, with two lines on it. A child process loads torch and job.
 
-    `least`: the fewest devices; the plan is then None if none fits. Raises: the error of the job or of the planner.
+    `least`: the fewest devices; the plan is then None if none fits. `where`: the devices, in words.
+    Raises: the error of the job or of the planner.
     """
 
     def search() -> dict[str, Any]:
@@ -171,7 +211,7 @@ def ask_planner(options: RunOptions, most: int | None, least: int | None = None)
         if 1 in points and best.plan.num_processes > 1:
             times = points[1].prediction.step_seconds / best.prediction.step_seconds
             gain = f", {times:.2g} times as fast as one device"
-        took = f"{_spelled(options)}: {described(best.plan)} on {options.cluster or 'this machine'}"
+        took = f"{_spelled(options)}: {described(best.plan)} on {where}"
         step, memory = seconds(best.prediction.step_seconds), size(best.prediction.peak_bytes)
         reasons = f"shoal plan {target.target}" + (f" --cluster {options.cluster}" if options.cluster else "")
         lines = [f"{took}: {step} a step{gain}, {memory} a device", f"for the reasons: {reasons}"]

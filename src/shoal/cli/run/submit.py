@@ -68,9 +68,10 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
     if request.origin("layout") is Origin.CHOSEN:
         fixed = replace(fixed, devices=request.what.plan.num_processes)
     cluster, name = None, request.what.plan.prediction.get("cluster")
-    if request.origin("plan") is Origin.FILE and isinstance(name, str) and name != "here":
+    has_name = isinstance(name, str) and name != "here" and not options.on.startswith("hosts")  # these are named
+    if request.origin("plan") is Origin.FILE and has_name:
         try:
-            cluster = find_cluster(name)
+            cluster = find_cluster(str(name))
         except ShoalError:
             print(
                 f"note: the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for",

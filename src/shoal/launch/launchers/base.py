@@ -55,14 +55,13 @@ class Submission:
             return self
         return replace(self, num_processes=min(self.num_processes, max(self.least_processes, number)))
 
-    def option_words(self) -> list[str]:
-        """Split `options` into words by the rules of a shell. Raises: CommandError if a quote is open."""
-        try:
-            return shlex.split(self.options)
-        except ValueError as error:
-            raise CommandError(
-                given=self.options, conflict=f"these are no words: {error}", remedy="close the quote"
-            ) from None
+
+def words_of(options: str) -> list[str]:
+    """Split an engine's options into words by the rules of a shell. Raises: CommandError if a quote is open."""
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise CommandError(given=options, conflict=f"these are no words: {error}", remedy="close the quote") from None
 
 
 class Launcher(Protocol):

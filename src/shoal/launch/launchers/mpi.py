@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import CommandError, LaunchError, ShoalError
-from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.base import Submission, words_of
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import Child
@@ -88,7 +88,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
     """Return the mpirun that the options name first, or the one on PATH, and the remaining options."""
-    options = submission.option_words()
+    options = words_of(submission.options)
     named = options[0] if options and not options[0].startswith("-") else None
     name = named or "mpirun"
     path = shutil.which(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import CommandError, ExitCode, LaunchError
 from shoal.launch.environment import RESTARTS
-from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.base import Submission, words_of
 from shoal.launch.signals import Signals
 from shoal.runs.directory import write_file
 
@@ -65,7 +65,7 @@ exit "$code"
 
 def render(submission: Submission) -> Mapping[str, str]:
     """Return the batch script. Raises: CommandError for options that do not have sbatch's form."""
-    options = submission.option_words()
+    options = words_of(submission.options)
     wrong = [word for word in options if not word.startswith("-") or word == "--"]
     if wrong:
         raise CommandError(
@@ -154,7 +154,7 @@ def _quoted(word: str) -> str:
 
 def start(submission: Submission, signals: Signals) -> int:
     """Submit the script, which stays in the run directory, and follow its job. Raises: LaunchError."""
-    options = submission.option_words()
+    options = words_of(submission.options)
     text = render(submission)[SCRIPT]
     folder = _folder(submission, options)
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from shoal.errors import CommandError, ExitCode, LaunchError, RankLostError, ShoalError, from_json
 from shoal.launch.environment import Environment
-from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.base import Submission, words_of
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import Child, rank_lost
@@ -251,11 +251,11 @@ def _followed(
         return int(ExitCode.INTERRUPTED), None  # the same rule as on one host
     unfit = [one for one in errors if isinstance(one, LaunchError)]
     if error in unfit and len(unfit) > 1:
-        error = _together(unfit)
+        error = together(unfit)
     return int(error.exit_code), error
 
 
-def _together(errors: Sequence[LaunchError]) -> LaunchError:
+def together(errors: Sequence[LaunchError]) -> LaunchError:
     """Join the errors of several hosts into one."""
     said = list(dict.fromkeys(f"{error.given}: {error.conflict}" for error in errors))
     remedies = dict.fromkeys(error.remedy for error in errors)
@@ -271,6 +271,45 @@ class SshHost:
 
     name: str
     slots: int = 0
+
+
+def named_hosts(words: Sequence[str]) -> dict[str, int]:
+    """Return the hosts in the words after `hosts:`, with the number of ranks of each; 0: an even share.
+
+    Raises: CommandError.
+    """
+    if not words or words[0].startswith("-"):
+        raise CommandError(
+            given=f"--on hosts:{' '.join(words)}",
+            conflict="it names no hosts",
+            remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
+        )
+    path, given = Path(words[0]), f"--on hosts:{words[0]}"
+    if path.is_file():
+        texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    else:
+        texts = words[0].split(",")
+    slots_of: dict[str, int] = {}
+    twice = set()
+    for text in (text.strip() for text in texts if text.strip()):  # "name", "name:2", "name 2" or "name slots=2"
+        name, _, slots = text.replace(" slots=", ":").replace(" ", ":").partition(":")
+        slots = slots.strip(": ")
+        if not name or name.startswith("-") or (slots and not slots.isdecimal()):
+            raise CommandError(
+                given=given,
+                conflict=f"{text!r} is no host",
+                remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
+            )
+        if name in slots_of:
+            twice.add(name)
+        slots_of[name] = int(slots or 0)
+    if not slots_of or twice:
+        raise CommandError(
+            given=given,
+            conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
+            remedy="name each host once; HOST:2 is two ranks there",
+        )
+    return slots_of
 
 
 @dataclass
@@ -292,38 +331,8 @@ class HostList:
 
         Raises: CommandError, also if the numbers of ranks do not add up to --devices.
         """
-        words = submission.option_words()
-        if not words or words[0].startswith("-"):
-            raise CommandError(
-                given=f"--on hosts:{submission.options}",
-                conflict="it names no hosts",
-                remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
-            )
-        path, given = Path(words[0]), f"--on hosts:{words[0]}"
-        if path.is_file():
-            texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        else:
-            texts = words[0].split(",")
-        slots_of: dict[str, int] = {}
-        twice = set()
-        for text in (text.strip() for text in texts if text.strip()):  # "name", "name:2", "name 2" or "name slots=2"
-            name, _, slots = text.replace(" slots=", ":").replace(" ", ":").partition(":")
-            slots = slots.strip(": ")
-            if not name or name.startswith("-") or (slots and not slots.isdecimal()):
-                raise CommandError(
-                    given=given,
-                    conflict=f"{text!r} is no host",
-                    remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
-                )
-            if name in slots_of:
-                twice.add(name)
-            slots_of[name] = int(slots or 0)
-        if not slots_of or twice:
-            raise CommandError(
-                given=given,
-                conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
-                remedy="name each host once; HOST:2 is two ranks there",
-            )
+        words = words_of(submission.options)
+        slots_of = named_hosts(words)
         wanted, known = submission.num_processes, sum(slots_of.values())
         open_hosts = [name for name, slots in slots_of.items() if not slots]  # each has an even share of the rest
         left = wanted - known
@@ -371,6 +380,35 @@ class HostList:
         """Return the command that starts a host's process. It contains no secret and nothing of the job."""
         remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process"
         return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
+
+
+class HostProbe:
+    """Process on a host that answers questions about the host in lines of JSON lists. `what`: the kind of questions."""
+
+    def __init__(self, host: str, options: Sequence[str], what: str) -> None:
+        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process {what}"
+        words = ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
+        self._host, self._complaints = host, list[str]()
+        self.child = Child(words, listens=True, output=subprocess.PIPE, errors=self._complaints.append)
+
+    def answer(self) -> list[Any]:
+        """Return the next answer. Raises: LaunchError if there is none."""
+        assert self.child.process.stdout is not None, "it is a pipe"
+        for line in self.child.process.stdout:
+            if line.startswith("["):  # skips a greeting of the host's shell
+                answer: list[Any] = json.loads(line)
+                return answer
+        self.close()
+        raise LaunchError(
+            given=f"host {self._host}",
+            conflict="\n".join(self._complaints).strip()[-300:] or "ssh ended without a word",
+            remedy=f"let `ssh {self._host} {shlex.quote(sys.executable)} -m shoal --version` work without a password "
+            "first",
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self.child.finish(_GRACE_SECONDS)
 
 
 def address_of(host: str, options: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ When its standard input ends, the launcher is gone, and the process ends itself 
 With the argument "ports" the process tests whether it can reach other hosts at ports like those that ranks listen on.
 It listens on two ports that the system chooses and reports them. It receives the ports of the other hosts, tries each
 and reports the results. It listens until its input ends.
+
+With the argument "cluster" the process reports its devices, links and memory, and the speed of its network.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from shoal.errors import ExitCode, LaunchError, ShoalError
-from shoal.hardware.detect import cores
+from shoal.hardware.detect import cores, here, network_gigabits
+from shoal.hardware.values import to_table
 from shoal.launch.environment import Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.ranks import LocalRun, launch, listener_at
@@ -152,6 +155,12 @@ def try_ports() -> int:
     return int(ExitCode.DONE)
 
 
+def report_cluster() -> int:
+    """Report this host as a cluster of its own."""
+    print(json.dumps([__version__, to_table(here()), network_gigabits()]), flush=True)
+    return int(ExitCode.DONE)
+
+
 def _why_not_reached(place: tuple[str, int]) -> str:
     """Return the reason why an address and port cannot be reached, or an empty text if they can."""
     try:
@@ -162,4 +171,4 @@ def _why_not_reached(place: tuple[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(try_ports() if sys.argv[1:] == ["ports"] else main())
+    sys.exit({"ports": try_ports, "cluster": report_cluster}.get("".join(sys.argv[1:]), main)())

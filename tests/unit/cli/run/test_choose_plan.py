@@ -10,7 +10,9 @@ from shoal.cli.run.choose_plan import with_layout, with_plan
 from shoal.cli.run.start import requested, verification_of
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError, PlanError
+from shoal.hardware import cluster
 from shoal.launch.environment import Environment
+from shoal.launch.launchers.ssh_cluster import HostsCluster
 from shoal.plans import Plan
 from shoal.plans.plan import plan_text, read_plan
 from shoal.runs.options import Origin
@@ -29,7 +31,7 @@ def options(**more: Any) -> RunOptions:
         ({"plan": "plan.toml", "devices": "auto"}, "a plan has its number of devices"),
         ({"cluster": "8xH100"}, "only the planner asks for it"),
         ({"plan": "auto", "on": "slurm"}, "the devices that slurm will give are not known here"),
-        ({"devices": "auto", "on": "hosts:a,b"}, "the devices that hosts will give are not known here"),
+        ({"devices": "auto", "on": "ray"}, "the devices that ray will give are not known here"),
     ],
 )
 def test_options_that_exclude_each_other(more: dict[str, Any], said: str) -> None:
@@ -71,8 +73,12 @@ def test_a_layout_replaces_all_degrees_and_nothing_else(tmp_path: Path, monkeypa
 def test_a_resume_goes_on_with_its_own_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.toml").write_text(plan_text(Plan()))
     resumed = with_plan(options(plan="auto", resume=True, out=str(tmp_path)), None)
-    assert resumed.plan is None
+    assert (resumed.plan, resumed.devices) == (None, None)
     assert "goes on with its own plan" in capsys.readouterr().err
+    resumed = with_plan(options(plan="auto", resume=True, out=str(tmp_path), devices=2), None)
+    assert (resumed.plan, resumed.devices) == (None, 2), "it is resized, as without --plan auto"
+    assert "goes on with its own plan, on 2 devices" in capsys.readouterr().err
+    assert with_plan(options(devices="auto", resume=True, out=str(tmp_path)), None).devices is None
 
 
 def test_a_range_is_planned_as_without_auto() -> None:
@@ -120,3 +126,38 @@ def test_an_engine_starts_no_verification(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_cluster_takes_no_range() -> None:
     with pytest.raises(CommandError, match="one number of devices"):
         with_plan(options(plan="auto", devices="2:4", cluster="8xH100"), None)
+
+
+def test_a_cluster_that_is_not_here_is_not_trained_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --on the run is of this machine: another kind or number of devices needs --dry-run, or its engine."""
+    monkeypatch.setattr(choose_plan, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(choose_plan, "cores", lambda: 4)
+    monkeypatch.setattr(choose_plan, "in_child", lambda work: {"plan": choose_plan.dumped(Plan()), "lines": ["chosen"]})
+    for other in ("2xH100", "8xcpu"):
+        with pytest.raises(CommandError, match="without --on the run trains on this machine, which has 4 cores"):
+            with_plan(options(plan="auto", cluster=other), None)
+    for more in ({"cluster": "4xcpu"}, {"cluster": "8xcpu", "devices": 2}):
+        with_plan(options(plan="auto", **more), None)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0].endswith("trains on this machine, which has 4 cores")
+        assert lines[1] == "note: chosen"
+
+
+def test_hosts_are_asked_for_their_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(choose_plan, "visible_gpus", lambda: 0)
+    hosts = HostsCluster(("a", "b", "c"), ("-p", "2222"), cluster("3x2xcpu"))
+    monkeypatch.setattr(choose_plan, "ask_hosts", {"a,b,c -p 2222": hosts}.__getitem__)
+    for number, on in ((1, "hosts:a:1 -p 2222"), (2, "hosts:a:2 -p 2222"), (4, "hosts:a:2,b:2 -p 2222")):
+        plan = Plan().with_sections(layout={"data": number})
+        monkeypatch.setattr(
+            choose_plan, "in_child", lambda work, plan=plan: {"plan": choose_plan.dumped(plan), "lines": []}
+        )
+        chosen = with_plan(options(plan="auto", on="hosts:a,b,c -p 2222", out="runs/x"), None)
+        assert chosen.on == on
+        assert read_plan(Path(str(chosen.plan))).layout.data == number
+    assert cluster("runs/x.cluster.toml") == hosts.cluster

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import CommandError
 from shoal.launch.launchers import this_host
-from shoal.launch.launchers.base import LAUNCHERS, Submission, launcher
+from shoal.launch.launchers.base import LAUNCHERS, Submission, launcher, words_of
 
 SUBMISSION = Submission(("run", "job.py", "--set", "a=b c"), "job", Path("/runs/job"), Path("/home"), 2)
 
@@ -28,9 +27,9 @@ def test_an_engine_that_is_not_known_is_refused_with_the_nearest() -> None:
 
 
 def test_options_are_words() -> None:
-    assert replace(SUBMISSION, options="--time=9 --comment 'a b'").option_words() == ["--time=9", "--comment", "a b"]
+    assert words_of("--time=9 --comment 'a b'") == ["--time=9", "--comment", "a b"]
     with pytest.raises(CommandError, match="close the quote"):
-        replace(SUBMISSION, options="'a").option_words()
+        words_of("'a")
 
 
 def test_a_dry_run_on_this_host_shows_each_rank() -> None:

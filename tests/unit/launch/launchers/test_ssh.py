@@ -69,7 +69,7 @@ def test_what_several_hosts_lack_is_one_message() -> None:
     errors = [
         LaunchError(given=f"host h{n}", conflict=f"it has no folder /{n}", remedy="give all the same") for n in (1, 2)
     ]
-    said = str(ssh._together(errors))
+    said = str(ssh.together(errors))
     assert "host h1: it has no folder /1\nhost h2: it has no folder /2" in said
     assert said.count("give all the same") == 1
 
