@@ -81,9 +81,9 @@ def test_another_default_in_the_file(tmp_path: Path) -> None:
 @parametrize(
     ("changes", "named"),
     [
-        ({"lr": 0.2}, "the setting lr = 0.2, was 0.1\n  conflicts with: the run to resume has another optimizer"),
-        ({"epochs": 3, "lr": 0.2}, "the setting lr = 0.2, was 0.1\n"),
-        ({"lr": 0.2, "function": "leaving"}, "the setting lr = 0.2, was 0.1\n"),
+        ({"lr": 0.2}, "the setting lr: 0.1 -> 0.2\n  conflicts with: the run to resume has another optimizer"),
+        ({"epochs": 3, "lr": 0.2}, "the setting lr: 0.1 -> 0.2\n"),
+        ({"lr": 0.2, "function": "leaving"}, "the setting lr: 0.1 -> 0.2\n"),
         ({"lr": 0.2, "function": "by_attribute"}, "the run to resume has another optimizer"),
         ({"epochs": 3, "function": "warm"}, "the run to resume has another schedule"),
         ({"epochs": 1}, "the run has trained 8 steps already"),

@@ -30,7 +30,7 @@ from shoal.cli.options import (
 from shoal.runs.options import add_options
 
 _MORE = "more"  # title of the last group
-_READS = {"devices and layout": ("devices",), "settings": ("set",)}
+_READS = {"devices and layout": ("devices",), "settings": ("set", "config")}
 _WEIGHTS = ("step", "ema")
 
 
@@ -66,7 +66,7 @@ COMMANDS = {
         "Train the job that FUNCTION in JOBFILE returns. The number of devices changes only the time.",
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
         {
-            "job and settings": ("job", "set"),
+            "job and settings": ("job", "set", "config"),
             "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch"),
             "where it runs": ("on", "dry_run"),
             "length and evaluations": ("steps", "evaluate_every"),
@@ -96,7 +96,7 @@ COMMANDS = {
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
         "JOBFILE[:FUNCTION]|hf:DIR [--cluster C] [-o FILE] [OPTIONS]",
         {
-            "job and settings": ("job", "set", "precision", "seq", "batch"),
+            "job and settings": ("job", "set", "config", "precision", "seq", "batch"),
             "devices and aim": ("cluster", "max_devices", "aim"),
             "length and cost": ("samples", "tokens", "price", "mtbf"),
             "output": ("output", "html"),
@@ -116,7 +116,7 @@ COMMANDS = {
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
         "JOBFILE[:FUNCTION] [--devices N] [--plan FILE] [OPTIONS]",
         {
-            "job and settings": ("job", "set"),
+            "job and settings": ("job", "set", "config"),
             "devices and layout": ("devices", "plan", "max_microbatch"),
             "length": ("steps",),
             "output": ("out",),

@@ -22,8 +22,9 @@ from shoal.cli.run.start import at_address, claimed, look_aside, requested, trai
 from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import JobRequest, Setting, called, parameters_of, setting_of
+from shoal.jobs.job_file import JobRequest, called, parameters_of, with_config
 from shoal.jobs.job_object import function_name, hand_over, hand_over_value, is_job, place_of
+from shoal.jobs.settings import Setting, settings_from, written
 from shoal.launch.environment import inside_run
 from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.signals import Signals
@@ -53,6 +54,7 @@ def run(
     devices: int | None = None,
     exact: bool | None = None,
     precision: str | None = None,
+    config: PathText | Sequence[PathText] = (),
     out: PathText | None = None,
     max_microbatch: int | None = None,
     workers: int | None = None,
@@ -90,6 +92,7 @@ def run(
     | `devices` | number of processes, one a GPU or on the CPU; default: all GPUs, or 1 |
     | `exact` | compute the same bits on any number of devices, at some cost |
     | `precision` | compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says) |
+    | `config` | YAML, TOML or JSON files with settings; later ones, and settings, override earlier ones |
     | `out` | the run directory, or its address (s3://...); default: runs/NAME |
     | `max_microbatch` | put at most N samples in one forward (default: as many as fit the plan) |
     | `workers` | load data with N processes per rank (default: 0) |
@@ -138,7 +141,7 @@ def run(
     of_job, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
     # Handle signals before the folder exists: their default action would leave the job's pickle behind.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        options = options_from(RunOptions, values | target_of(job, of_job, Path(folder)))
+        options = options_from(RunOptions, values | target_of(job, of_job, values["config"], Path(folder)))
         with guarded_files(options.private), at_address(options) as options:
             options = options if is_worker(os.environ) else with_plan(options, None)
             request = requested(options)
@@ -190,6 +193,7 @@ def plan(
     job: JobLike,
     *,
     settings: Mapping[str, Any] | None = None,
+    config: PathText | Sequence[PathText] = (),
     cluster: str = "here",
     aim: str = "fastest",
     max_devices: int | None = None,
@@ -208,6 +212,7 @@ def plan(
     |---|---|
     | `job` | a job function, a `shoal.Job`, "file.py:function", or "hf:DIR" of a Hugging Face configuration |
     | `settings` | parameters of the job function, which may also be given as keywords |
+    | `config` | YAML, TOML or JSON files with settings; later ones, and `settings`, override earlier ones |
     | `cluster` | "8xH100", "4x8xA100", "FILE.toml" or "here" |
     | `aim` | "fastest", "cheapest", "deadline=2h", "efficiency=0.8" or "widest=0.8" |
     | `max_devices` | maximum number of devices to use |
@@ -221,13 +226,14 @@ def plan(
     Raises: the errors of the command.
     """
     given = dict(locals())
-    values = {name: given[name] for name in option_names(PlanOptions) if name in given}
+    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(PlanOptions) if one.name in given}
     of_job = settings_of("shoal.plan", PlanOptions, given)
     from shoal.cli.plan import answered  # torch
 
     if isinstance(job, str | os.PathLike):
-        return answered(options_from(PlanOptions, values | target_of(job, of_job, Path())))
+        return answered(options_from(PlanOptions, values | target_of(job, of_job, values["config"], Path())))
     request = JobRequest(_short(place_of(job)), function_name(job), tuple(of_job.items()))
+    request = with_config(request, values["config"])
     name = f"{request.path}:{request.function or 'job'}"
     with inside_run(os.environ):
         loaded, _ = called(job, request)
@@ -239,18 +245,18 @@ def _as_option(option: Option, value: Any) -> Any:
     if option.settings.get("action") == "append":
         if isinstance(value, Mapping):
             return tuple(f"{old}={new}" for old, new in value.items())
-        return (value,) if isinstance(value, str) else tuple(value)
+        several = (value,) if isinstance(value, str | os.PathLike) else value
+        return tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in several)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def target_of(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
-    """Return the options `job` and `set` for a job given in Python."""
+def target_of(job: Any, settings: Mapping[str, Setting], config: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the options `job`, `set` and `config` for a job given in Python."""
     if isinstance(job, str | os.PathLike):
-        return {"job": os.fspath(job), "set": tuple(settings.items())}
-    return {
-        "job": JobRequest(_short(place_of(job)), function_name(job), tuple(settings.items()), hand_over(job, folder)),
-        "set": (),
-    }
+        return {"job": os.fspath(job), "set": tuple(settings.items()), "config": config}
+    place, name = _short(place_of(job)), function_name(job)
+    request = with_config(JobRequest(place, name, tuple(settings.items()), hand_over(job, folder)), config)
+    return {"job": request, "set": (), "config": ()}
 
 
 def _short(path: Path) -> Path:
@@ -277,6 +283,12 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
             conflict=f"a value of type {type(job).__name__} is no job",
             remedy='give a job function, a shoal.Job, or the path of a job file: "file.py:function"',
         )
+    if isinstance(given["config"], Mapping):
+        raise CommandError(
+            given=f"{call}(..., config={given['config']!r:.60})",
+            conflict="config= takes files",
+            remedy="write settings= for a mapping",
+        )
     options = [name for name in option_names(kind) if name not in ("job", "set")]
     wrong = [name for name in named if name not in known] if known or not isinstance(job, str | os.PathLike) else []
     if wrong:
@@ -286,11 +298,11 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
             remedy=f"use one of its parameters ({', '.join(known) or 'none'}) or an option of help({call})"
             + "".join(meant(name, [*options, *known]) for name in wrong),
         )
-    settings = {name: setting_of(name, value) for name, value in (given["settings"] or {}).items()}
-    for name, setting in ((name, setting_of(name, value)) for name, value in named.items()):
+    settings = settings_from(given["settings"] if given["settings"] is not None else {})
+    for name, setting in settings_from(named).items():
         if repr(settings.setdefault(name, setting)) != repr(setting):  # repr, since 1 == True
             raise SettingError(
-                given=f"settings={{{name!r}: {given['settings'][name]!r:.80}}}, {name}={named[name]!r:.80}",
+                given=f"settings: {written(name, settings[name])}, and {written(name, setting)}",
                 conflict=f"{name} is set twice",
                 remedy="write one of them",
             )
@@ -343,6 +355,7 @@ def evaluate(
     run: RunLike,
     *,
     settings: Mapping[str, Any] | None = None,
+    config: PathText | Sequence[PathText] = (),
     step: Step = "last",
     ema: bool = False,
     devices: int | None = None,
@@ -355,6 +368,7 @@ def evaluate(
     | `job` | a job function, a `shoal.Job`, or "file.py:function" |
     | `run` | a run directory, one checkpoint, or a `shoal.Run` |
     | `settings` | parameters of the job function, also as keywords; default: the settings of the run |
+    | `config` | YAML, TOML or JSON files with settings; later ones, and `settings`, override earlier ones |
     | `step` | "last", "best", or the step of a checkpoint |
     | `ema` | use the averaged weights of a run with the callback EMA |
     | `devices` | number of processes, one per GPU or on the CPU; default: all GPUs, or 1 |
@@ -383,6 +397,7 @@ def predict(
     data: Any = None,
     output: PathText | None = None,
     settings: Mapping[str, Any] | None = None,
+    config: PathText | Sequence[PathText] = (),
     step: Step = "last",
     ema: bool = False,
     devices: int | None = None,
@@ -397,6 +412,7 @@ def predict(
     | `data` | a dataset of any kind that a job takes, "train", "eval" (default), or an evaluation set's name |
     | `output` | a new file, .npz or .safetensors, for the outputs |
     | `settings` | parameters of the job function, also as keywords; default: the settings of the run |
+    | `config` | YAML, TOML or JSON files with settings; later ones, and `settings`, override earlier ones |
     | `step` | "last", "best", or the step of a checkpoint |
     | `ema` | use the averaged weights of a run with the callback EMA |
     | `devices` | number of processes, each with the whole model; default: 1 |
@@ -427,9 +443,9 @@ def predict(
 
 def _values(call: str, kind: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options of a call by name, with the job prepared for other processes."""
-    values = {name: given[name] for name in option_names(kind) if name in given}
-    settings = settings_of(call, kind, given)
-    return values | {"run": _path(given["run"]), "step": str(given["step"])} | target_of(given["job"], settings, folder)
+    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(kind) if one.name in given}
+    target = target_of(given["job"], settings_of(call, kind, given), values["config"], folder)
+    return values | {"run": _path(given["run"]), "step": str(given["step"])} | target
 
 
 def _path(run: RunLike) -> str:

@@ -13,7 +13,8 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
         *("gpus", "ngpus", "n-gpus", "num-gpus", "nproc", "nproc-per-node", "np", "processes", "num-processes"),
         *("world-size", "num-devices", "ranks", "devices", "cpus"),
     ),
-    ("--plan",): ("config", "config-file", "plan-file", "layout"),
+    ("--plan",): ("plan-file", "layout"),
+    ("--config",): ("config-file", "config-path", "config-name", "cfg", "settings", "params", "hparams"),
     ("--out", "--output"): (
         *("output", "output-dir", "out", "out-dir", "save-dir", "run-dir", "rundir", "log-dir", "logdir", "workdir"),
         *("work-dir", "default-root-dir", "checkpoint-dir"),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.runs.options import Course, option, switch
 
 if TYPE_CHECKING:
-    from shoal.jobs.job_file import JobRequest, Setting
+    from shoal.jobs.job_file import JobRequest
+    from shoal.jobs.settings import Setting
     from shoal.plans import Plan
 
 T = TypeVar("T")
@@ -25,7 +26,8 @@ def _job(**more: Any) -> Any:
 
 
 _PRECISION = ("compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says)", "P")
-_SET = ("set a parameter of the job function", "K=V")
+_SET = ("set a parameter of the job function, or a key below it: model.width=64", "K=V")
+_CONFIG = ("read settings from a YAML, TOML or JSON file, below --set and later files", "FILE")
 _SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
 _PATH = "PathText | None"
 
@@ -71,6 +73,15 @@ class TrainingOptions:
         page="a parameter of the job function",
         refused="unknown names, wrong types, two values of one; with `--resume` other values, but of "
         "[the length](fine-tuning.md)",
+    )
+    config: tuple[str, ...] = option(
+        *_CONFIG,
+        default=(),
+        action="append",
+        keyword="PathText | Sequence[PathText]",
+        call="YAML, TOML or JSON files with settings; later ones, and settings, override earlier ones",
+        page="a YAML, TOML or JSON file with [settings](jobs.md#settings); `--set` and later files override it",
+        refused="another kind of file, a key that is there twice, names and types as for `--set`",
     )
     out: str | None = option(
         "write into this directory (default: runs/NAME or runs/NAME-verify)",
@@ -203,6 +214,7 @@ class PlanOptions:
     )
     precision: str | None = option(*_PRECISION, page="as for `shoal run`")
     set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append", page="as for `shoal run`")
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
     mtbf: str | float | None = option(
         "expect a failure of a device each HOURS on average (default: no failures)",
         "HOURS",
@@ -311,6 +323,7 @@ class EvaluateOptions:
     set: tuple[str | tuple[str, Setting], ...] = option(
         *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
     )
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
     json: bool = switch("print one JSON object and nothing else", page="prints one JSON object")
 
 
@@ -397,6 +410,7 @@ class PredictOptions:
     set: tuple[str | tuple[str, Setting], ...] = option(
         *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
     )
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
 
 
 @dataclass(frozen=True)

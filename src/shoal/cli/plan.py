@@ -15,7 +15,8 @@ from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
 from shoal.jobs.configured_job import PREFIX, configured_job
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import load, parse_target, written
+from shoal.jobs.job_file import load, parse_target
+from shoal.jobs.settings import written
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question, with_chosen_format
 from shoal.planner.answer.display import Answer, console_of_width, show
@@ -134,7 +135,8 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
     """Return the job, its name and its precision. The default for a configuration on GPUs is bfloat16."""
     target = given[1] if given is not None else str(options.job)
     if given is None and target.startswith(PREFIX):
-        for setting in options.set:
+        files = [f"--config {path}" for path in options.config]
+        for setting in (*options.set, *files):
             raise CommandError(
                 given=f"{setting if isinstance(setting, str) else written(*setting)} with {target}",
                 conflict="a configuration has no job function to set parameters of",
@@ -153,7 +155,7 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
             )
     if given is not None:
         return *given, options.precision
-    request = parse_target(target, options.set)
+    request = parse_target(target, options.set, options.config)
     with inside_run(os.environ):
         loaded = load(request)
     return loaded.job, f"{request.target}:{loaded.function}", options.precision

@@ -28,7 +28,7 @@ from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode, nearest
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target
+from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, with_settings_of
 from shoal.jobs.job_object import HandedJob
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
@@ -70,8 +70,7 @@ class WeightsRequest:
     def loaded_job(self) -> LoadedJob:
         """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
-        settings = {**of_run.get("given", {}), **dict(self.job.settings)}
-        loaded = load(replace(self.job, settings=tuple(settings.items())))
+        loaded = load(with_settings_of(self.job, of_run, all_known=True))
         grains = of_run.get("grains")
         if loaded.job.grains is None and grains is not None:
             return replace(loaded, job=replace(loaded.job, grains=grains))  # saves computing the default
@@ -196,7 +195,7 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
 
 def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:
     """Create the request from options. Raises: JobFileError, SettingError."""
-    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    job = parse_target(options.job, options.set, options.config)
     address = options.run if is_address(options.run) else None
     return EvaluateRequest(job, Path(options.run), options.step, options.ema, address, options.json, result)
 
@@ -252,7 +251,7 @@ def predict(options: PredictOptions) -> ExitCode:
 
 def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
     """Create the request from options. Raises: JobFileError, SettingError, CommandError."""
-    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    job = parse_target(options.job, options.set, options.config)
     output = output_of(options.run, options.output, "predictions.npz")
     refuse_file(output)
     weights = (Path(options.run), options.step, options.ema, options.run if is_address(options.run) else None)

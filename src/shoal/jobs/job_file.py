@@ -7,28 +7,25 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-from shoal.errors import CommandError, JobFileError, SettingError, ShoalError, nearest
+from shoal.errors import JobFileError, SettingError, ShoalError, nearest
+from shoal.jobs.config_file import ConfigFile, read_config
 from shoal.jobs.job import Job
 from shoal.jobs.job_module import JobModule, code, files_read, imported_from, located, sources, split_target
 from shoal.jobs.job_object import HandedJob
-from shoal.jobs.secret_settings import without_secrets
+from shoal.jobs.secret_settings import is_hidden, without_hidden, without_secrets
+from shoal.jobs.settings import Setting, bind, is_below, layered, settings_from, source_of, written
 from shoal.jobs.user_errors import NO_PACKAGE, place_of, remedy, traceback_of
 from shoal.plans.grains import FEW_GRAINS
-
-# A setting: text from the command line, or {"value": JSON} from Python, which keeps the type.
-Setting = str | dict[str, Any]
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Source of a job: a file, a function in it, and its settings.
+    """Source of a job: a file, a function in it, its settings and the configuration files that some are from.
 
     `handed`: how a job object reaches the ranks. `path` is then only for messages and is not loaded.
     `dotted`: the module's name if the target was a dotted name. Otherwise the file's place in packages gives the name.
@@ -39,6 +36,7 @@ class JobRequest:
     settings: tuple[tuple[str, Setting], ...] = ()
     handed: HandedJob | None = None
     dotted: str | None = None
+    config: tuple[ConfigFile, ...] = ()
 
     @property
     def module(self) -> JobModule:
@@ -88,11 +86,17 @@ class LoadedJob:
         return {**known, "code": self.code, **self.job.describe()}
 
 
-def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:
-    """Parse `FILE[:FUNCTION]` or `MODULE[:FUNCTION]` and settings (`name=value` texts or pairs).
+def parse_target(
+    target: str | JobRequest, settings: Sequence[str | tuple[str, Setting]], config: Sequence[str] = ()
+) -> JobRequest:
+    """Parse `FILE[:FUNCTION]` or `MODULE[:FUNCTION]`, settings (`name=value` texts or pairs) and configuration files.
 
-    Raises: JobFileError for a missing file; SettingError for a text that is not name=value.
+    Settings replace values of the files, and later files those of earlier ones. A request is returned as it is.
+
+    Raises: JobFileError for a missing file; SettingError for a text that is not name=value; as `read_config`.
     """
+    if isinstance(target, JobRequest):
+        return target
     text, function = split_target(target)
     if text == "hf" and not Path(text).is_file():
         raise JobFileError(
@@ -117,10 +121,40 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
             )
         pairs.append((name, value))
     dotted = module.name if module.name != JobModule.of_file(module.path).name else None
-    return JobRequest(module.path, function, tuple(pairs), dotted=dotted)
+    return with_config(JobRequest(module.path, function, tuple(pairs), dotted=dotted), config)
 
 
-_NONE = ("none", "null")  # texts that stand for None
+def with_config(request: JobRequest, config: Sequence[str]) -> JobRequest:
+    """Return a request with the settings of configuration files below its own. Raises: as `read_config`."""
+    files = [read_config(path) for path in config]
+    layers = [settings_from(values, file.path).items() for values, file in files]
+    return replace(request, settings=layered(*layers, request.settings), config=tuple(file for _, file in files))
+
+
+def with_settings_of(request: JobRequest, saved: Mapping[str, Any], *, all_known: bool = False) -> JobRequest:
+    """Return a request with the settings of a run below its own. Its own configuration files replace the run's.
+
+    Args:
+        saved: job.json of the run.
+        all_known: refuse secrets of the run, whose values are not recorded, unless the request has them.
+
+    Raises: SettingError.
+    """
+    own, given = dict(request.settings), saved.get("given") or {}
+    unknown = [n for n, setting in given.items() if is_hidden(setting) and not any(is_below(n, one) for one in own)]
+    if all_known and unknown:
+        raise SettingError(
+            given=f"no value of {', '.join(unknown)}",
+            conflict="the run was given one, and a run directory has no secrets",
+            remedy=f"add {' '.join(f'--set {name}=...' for name in unknown)}",
+        )
+    of_run = ((n, s) for n, s in without_hidden(given).items() if not (request.config and source_of(s)))
+    from_files = [(name, setting) for name, setting in own.items() if source_of(setting)]
+    others = [(name, setting) for name, setting in own.items() if not source_of(setting)]
+    files = request.config or tuple(ConfigFile(**one) for one in saved.get("config") or ())
+    return replace(request, settings=layered(from_files, of_run, others), config=files)
+
+
 # A job must not depend on the number of devices. With these variables, libraries such as Accelerate (in a
 # TrainingArguments) would also join the ranks by themselves, at the address that shoal's ranks use.
 _OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -176,7 +210,7 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
                 remedy="give the job function, without calling it",
             )
         return given, {}
-    values = parse_settings(given, dict(request.settings), where)
+    values, complete = bind(given, dict(request.settings), where)
     try:
         job = given(**values)
     except ShoalError:
@@ -189,8 +223,7 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
             conflict="a job function returns a shoal.Job",
             remedy="end the function with: return shoal.Job(...)",
         )
-    complete = {name: p.default for name, p in inspect.signature(given).parameters.items()} | values
-    return job, without_secrets(json.loads(json.dumps(complete, default=str)))
+    return job, without_secrets(complete)
 
 
 def _executed(request: JobRequest) -> Any:
@@ -226,117 +259,6 @@ def _executed(request: JobRequest) -> Any:
         conflict=f"the file has no function of that name (it has {', '.join(own) or 'none'})",
         remedy=f"write {request.target}:FUNCTION with one of them{nearest(name, own)}",
     )
-
-
-def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], where: str) -> dict[str, Any]:
-    """Convert settings to the types of the function's parameters. Raises: SettingError that lists every mistake."""
-    parameters = inspect.signature(function).parameters
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD,)]
-    missing = [n for n in required if n not in settings]
-    if missing:
-        raise JobFileError(
-            given=f"{where}({', '.join(parameters)})",
-            conflict=f"parameter {', '.join(missing)} has no default",
-            remedy=f"give it one in the file, or write --set {missing[0]}=VALUE",
-        )
-    try:
-        hints = get_type_hints(function)
-    except Exception:  # an annotation that does not resolve: use the default's type instead
-        hints = {}
-    values: dict[str, Any] = {}
-    mistakes: list[tuple[str, str, str]] = []
-    for name, setting in settings.items():
-        said = written(name, setting)
-        if name not in parameters:
-            known = ", ".join(parameters) or "none"
-            hint = nearest(name, list(parameters))
-            mistakes.append((said, f"{where} has no parameter {name}", f"use one of {known}{hint}"))
-            continue
-        default = parameters[name].default
-        untyped = str if isinstance(setting, str) else Any
-        wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else untyped)
-        kind = getattr(wanted, "__name__", str(wanted))
-        try:
-            values[name] = _validated(setting, wanted, default)
-        except PydanticUserError:
-            mistakes.append((said, f"{name} is of type {kind}", "set it in the job file"))
-        except ValidationError as error:
-            message = error.errors(include_url=False)[0]["msg"]
-            form = f"--set {name}=..." if isinstance(setting, str) else f"{name}= with a value of that type"
-            mistakes.append((said, f"{name} is of type {kind}: {message}", f"write {form}"))
-    if mistakes:
-        given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
-        raise SettingError(given=given, conflict=conflict, remedy=remedy)
-    return values
-
-
-def setting_of(name: str, value: Any) -> Setting:
-    """Return a Python value as a setting that keeps its type. Raises: SettingError for values that JSON lacks."""
-    value = str(value) if isinstance(value, Path) else value
-    if isinstance(value, str) and value[:1] not in ("[", "{") and value.lower() not in _NONE:
-        return value
-    try:
-        json_value = json.loads(json.dumps(value))
-    except (TypeError, ValueError):
-        json_value = None
-    if (json_value is None and value is not None) or not _has_text_keys(value):
-        raise SettingError(
-            given=f"{name}={value!r:.80}",
-            conflict="a setting is a number, a text, a list or a dict with texts as keys, "
-            f"and no {'other dict' if isinstance(value, dict) else type(value).__name__}",
-            remedy="make that in the job function, or in a function that calls it: shoal.run(lambda: job(...))",
-        )
-    return {"value": json_value}
-
-
-def _has_text_keys(value: Any) -> bool:
-    """Check whether all dicts in a value have strings as keys, since JSON would convert other keys."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
-    return not isinstance(value, list | tuple) or all(_has_text_keys(inner) for inner in value)
-
-
-def written(name: str, setting: Setting) -> str:
-    """Return a setting in the form in which the user gave it."""
-    return f"--set {name}={setting}" if isinstance(setting, str) else f"{name}={setting['value']!r}"
-
-
-def setting_text(name: str, setting: Setting) -> str:
-    """Return a setting in the form that `--set` takes. Raises: CommandError for a text that `--set` would convert."""
-    value = setting["value"] if isinstance(setting, dict) else setting
-    if isinstance(setting, str) or not isinstance(value, str):
-        return setting if isinstance(setting, str) else "none" if value is None else json.dumps(value)
-    raise CommandError(
-        given=f"{name}={value!r:.60}",
-        conflict="as a word of a command that text would be another value",
-        remedy="give another text, or set it in the job function",
-    )
-
-
-def _validated(setting: Setting, wanted: Any, default: Any) -> Any:
-    """Convert a setting to the wanted type. Python values change only from int to float, or list to tuple."""
-    if isinstance(setting, str):
-        return TypeAdapter(wanted).validate_python(_structured(setting, wanted))
-    value = setting["value"]
-    if value is None and default is None:
-        return None
-    return TypeAdapter(wanted).validate_json(json.dumps(value), strict=True)
-
-
-def _structured(text: str, wanted: Any) -> Any:
-    """Parse a text: JSON for lists, tuples and dicts, `none` for None. Other texts are left to the type."""
-    if wanted in (int, float, str, bool):
-        return text
-    if get_origin(wanted) is Literal:
-        return next((option for option in get_args(wanted) if str(option) == text), text)
-    if text.lower() in _NONE:
-        return None
-    if text[:1] in "[{":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-    return text
 
 
 def _raised(where: str, error: Exception) -> JobFileError:

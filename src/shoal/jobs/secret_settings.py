@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ _NO_SECRETS = ("*tokenizer*",)
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return True if a setting's name and type suggest a secret. Numbers and flags are none."""
-    lower = name.lower()
-    if not isinstance(value, str) or any(fnmatch.fnmatch(lower, one) for one in _NO_SECRETS):
-        return False
-    return any(fnmatch.fnmatch(lower, one) for one in _SECRET_NAMES)
+    """Return True if a part of a setting's dotted name, and its type, suggest a secret. Numbers and flags are none."""
+
+    def matches(part: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatch(part, one) for one in patterns)
+
+    parts = name.lower().split(".") if isinstance(value, str) else []
+    return any(matches(part, _SECRET_NAMES) and not matches(part, _NO_SECRETS) for part in parts)
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,9 +29,11 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):  # all texts below a secret name are secret
             return {key: shown(name if is_secret(name, "") else str(key), one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [shown(name, one) for one in value]
         if is_secret(name, value) and not is_hidden(value):
             return f"{HIDDEN} {hashlib.sha256(value.encode()).hexdigest()[:16]}"
-        return value
+        return _json_without_secrets(name, value) if isinstance(value, str) else value
 
     return {name: shown(name, value) for name, value in settings.items()}
 
@@ -37,8 +42,7 @@ def command_without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return a command's arguments with `<hidden>` in place of secret values: of `--set NAME=VALUE`, `--NAME VALUE`."""
 
     def secret(name: str) -> bool:
-        parts = name.removeprefix("--set=").lstrip("-").replace("-", "_").split(".")
-        return any(is_secret(part, "") for part in parts)
+        return is_secret(name.removeprefix("--set=").lstrip("-").replace("-", "_"), "")
 
     shown: list[str] = []
     for argument in arguments:
@@ -46,6 +50,8 @@ def command_without_secrets(arguments: Sequence[str]) -> list[str]:
         before = shown[-1] if shown else ""
         if equals and value and secret(name):
             shown.append(f"{argument[: -len(value)]}{HIDDEN}")
+        elif equals:
+            shown.append(f"{argument[: -len(value)]}{_json_without_secrets(name, value)}")
         elif before.startswith("--") and "=" not in before and secret(before) and not argument.startswith("-"):
             shown.append(HIDDEN)
         else:
@@ -53,11 +59,23 @@ def command_without_secrets(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
+def _json_without_secrets(name: str, text: str) -> str:
+    """Return the text of a setting; of JSON, without the secrets in it."""
+    if text[:1] not in ("{", "["):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    shown = without_secrets({name: value})[name]
+    return text if shown == value else json.dumps(shown)
+
+
 def is_hidden(value: object) -> bool:
     """Return True if a recorded setting, or a part of it, stands for a secret value."""
-    if isinstance(value, Mapping):
-        return any(is_hidden(one) for one in value.values())
-    return isinstance(value, str) and value.startswith(HIDDEN)
+    if isinstance(value, Mapping | list):
+        return any(is_hidden(one) for one in (value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and (value.startswith(HIDDEN) or f'"{HIDDEN} ' in value)
 
 
 def without_hidden(settings: Mapping[str, Any]) -> dict[str, Any]:

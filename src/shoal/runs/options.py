@@ -505,6 +505,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
     """
     words: list[str] = []
     if "job" in option_names(type(options)) and not isinstance(options.job, str):
+        from shoal.jobs.settings import source_of  # imported late: pydantic
+
         job = options.job
         if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
             raise CommandError(
@@ -514,7 +516,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
                 'shoal.run("file.py:job", ...)',
             )
         target = f"{job.target}:{job.function}" if job.function else job.target
-        options = replace(options, job=target, set=job.settings)
+        own = tuple(pair for pair in job.settings if source_of(pair[1]) is None)
+        options = replace(options, job=target, set=own, config=tuple(file.path for file in job.config))
     for one in declared(type(options)):
         value = getattr(options, one.name)
         if one.name in without or value == one.default:
@@ -524,7 +527,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             continue
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, tuple):  # a job's setting
-                from shoal.jobs.job_file import setting_text  # imported late: pydantic
+                from shoal.jobs.settings import setting_text  # imported late: pydantic
 
                 part = f"{part[0]}={setting_text(*part)}"
             if not isinstance(part, str | int | float | TraceSteps | TrackerName):

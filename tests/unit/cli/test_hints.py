@@ -30,7 +30,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("verify net.py --world-size 2", "--devices 2"),
         ("plan net.py --gpus 2", "--max-devices 2"),
         ("plan net.py --devices 2", "--max-devices 2"),
-        ("run net.py --config a.toml", "--plan a.toml"),
+        ("run net.py --config-file a.toml", "--config a.toml"),
         ("run net.py --output-dir here", "--out here"),
         ("run net.py --output here", "--out here"),
         ("plan net.py --out here", "--output here"),

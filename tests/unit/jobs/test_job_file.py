@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import JobError, JobFileError, SettingError
-from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_settings, parse_target, setting_of
+from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target
+from shoal.jobs.settings import bind, setting_of
 
 pytestmark = pytest.mark.usefixtures("no_other_test")
 
@@ -36,7 +37,7 @@ def loaded(path: Path, function: str | None = None, **settings: str) -> LoadedJo
 
 
 def parsed(function: Callable[..., Any], **texts: str) -> dict[str, Any]:
-    return parse_settings(function, texts, where="f.py:job")
+    return bind(function, texts, where="f.py:job")[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -125,7 +126,7 @@ def test_a_parameter_of_a_strange_type_is_told() -> None:
     def job(strange: Strange = Strange()) -> None: ...  # noqa: B008
 
     with pytest.raises(SettingError):
-        parse_settings(job, {"strange": "1"}, where="f.py:job")
+        bind(job, {"strange": "1"}, where="f.py:job")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_a_value_of_python_keeps_its_type(name: str, value: object) -> None:
     ) -> None: ...
 
     sent = json.loads(json.dumps(setting_of(name, value)))
-    found = parse_settings(job, {name: sent}, where="f.py:job")
+    found, _ = bind(job, {name: sent}, where="f.py:job")
     assert found == {name: value}
     assert type(found[name]) is type(value)
 
@@ -170,8 +171,8 @@ def test_a_value_of_python_keeps_its_type(name: str, value: object) -> None:
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
     with pytest.raises(SettingError, match=f"{name} is of type"):
-        parse_settings(typed, {name: setting_of(name, value)}, where="f.py:job")
-    assert parse_settings(typed, {"lr": setting_of("lr", 5)}, where="f.py:job") == {"lr": 5.0}
+        bind(typed, {name: setting_of(name, value)}, where="f.py:job")
+    assert bind(typed, {"lr": setting_of("lr", 5)}, where="f.py:job")[0] == {"lr": 5.0}
 
 
 def test_a_literal_of_numbers() -> None:

@@ -173,7 +173,7 @@ def _spelled(options: RunOptions) -> str:
 
 
 def _target(options: RunOptions) -> JobRequest:
-    return options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    return parse_target(options.job, options.set, options.config)
 
 
 def ask_planner(

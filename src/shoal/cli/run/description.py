@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
 from shoal.jobs.job_module import FREE, LENGTHS, digests_of
 from shoal.jobs.same_job import differing_fields
 from shoal.jobs.secret_settings import is_hidden, without_secrets
+from shoal.jobs.settings import is_below, setting_of, source_of
 from shoal.numerics.generators import generators_kept
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
@@ -68,6 +69,7 @@ def describe(
         "code": loaded.code,
         **digests,
         "given": without_secrets(dict(request.what.job.settings)),
+        "config": [asdict(file) for file in request.what.job.config],
         "by_value": request.what.job.by_value,
         **request.course.saved(),
         **loaded.job.describe(),
@@ -123,6 +125,7 @@ _MAY_CHANGE = (
     "by_value",
     "why_grains",
     "given",
+    "config",
     *(one.option.saved for one in declared(Course) if one.option.saved),
     "length",
     "lengths",
@@ -160,8 +163,8 @@ def accepted_changes(
             given += [f"other samples in {own}" for own, old, new in sets if old[: len(new)] != new[: len(old)]]
         elif name == "settings":
             texts = [
-                f"{one.name} = {'gone' if one.mine is ABSENT else one.mine}, "
-                f"was {'not there' if one.theirs is ABSENT else one.theirs}"
+                f"{one.name}: {'none' if one.theirs is ABSENT else one.theirs} -> "
+                f"{'none' if one.mine is ABSENT else one.mine}{_origin(one.name, now)}"
                 for one in differences(now[name], saved[name])
             ]
             if any(is_hidden(one.mine) or is_hidden(one.theirs) for one in differences(now[name], saved[name])):
@@ -186,6 +189,12 @@ def accepted_changes(
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
         "another --out",
     )
+
+
+def _origin(name: str, now: dict[str, Any]) -> str:
+    """Return the configuration file that a setting is from, in words, or an empty text."""
+    sources = [source_of(setting) for given, setting in now.get("given", {}).items() if is_below(name, given)]
+    return f", from {sources[-1]}" if sources and sources[-1] else ""
 
 
 def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
@@ -213,10 +222,10 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
     apart = [name for name in old if name in now.settings and old[name] != now.settings[name]]
     if not apart or set(old) != set(now.settings) or any(is_hidden(old[name]) for name in apart):
         return None
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in old.items()}  # for --set
-    given = {**dict(request.settings), **{name: texts[name] for name in apart}}
+    others = [(name, setting) for name, setting in request.settings if not any(is_below(name, one) for one in apart)]
+    given = (*others, *((name, setting_of(name, old[name])) for name in apart))
     with generators_kept():
-        before = load(replace(request, settings=tuple(given.items())))
+        before = load(replace(request, settings=given))
     if before.settings != old or _left_behind() != behind:
         return None
     jobs = []

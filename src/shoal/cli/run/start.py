@@ -20,8 +20,7 @@ from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
 from shoal.hardware.detect import cores, visible_gpus
-from shoal.jobs.job_file import JobRequest, parse_target
-from shoal.jobs.secret_settings import without_hidden
+from shoal.jobs.job_file import parse_target, with_settings_of
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
@@ -392,7 +391,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
-    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    job = parse_target(options.job, options.set, options.config)
     name = job.name + suffix
     if options.resume_if_exists and not options.resume:
         out = Path(options.out) if options.out else default_directory(name, True)
@@ -415,7 +414,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job) if options.resume else None
     if saved:
-        job = replace(job, settings=tuple({**without_hidden(saved.get("given", {})), **dict(job.settings)}.items()))
+        job = with_settings_of(job, saved)
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))

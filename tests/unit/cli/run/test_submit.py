@@ -14,8 +14,9 @@ from shoal.cli.options import RunOptions
 from shoal.cli.run.start import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
-from shoal.jobs.job_file import JobRequest, setting_of
+from shoal.jobs.job_file import JobRequest
 from shoal.jobs.job_object import HandedJob
+from shoal.jobs.settings import setting_of
 from shoal.plans import Plan
 from shoal.runs.options import arguments_of, options_of
 
@@ -36,17 +37,15 @@ def test_the_words_make_the_same_options_again() -> None:
     given = options(*GIVEN, "--plan", "p.toml")
     assert options(*arguments_of(given)) == given
     assert arguments_of(options("job.py")) == ["job.py"]
-    values = {"lr": 0.5, "name": "a b", "on": True, "last": None, "sizes": [1, 2]}
+    values = {"lr": 0.5, "name": "a b", "on": True, "last": None, "sizes": [1, 2], "tag": "none"}
     typed = replace(options("job.py"), set=tuple((name, setting_of(name, value)) for name, value in values.items()))
-    texts = ["lr=0.5", "name=a b", "on=true", "last=none", "sizes=[1, 2]"]
+    texts = ["lr=0.5", "name=a b", "on=true", "last=none", "sizes=[1, 2]", 'tag="none"']
     assert arguments_of(typed) == ["job.py", *(word for text in texts for word in ("--set", text))]
 
 
 def test_a_value_that_no_word_says_is_refused() -> None:
     with pytest.raises(CommandError, match="path of a file"):
         arguments_of(RunOptions("job.py", plan=Plan()))
-    with pytest.raises(CommandError, match="another value"):
-        arguments_of(RunOptions("job.py", set=(("name", setting_of("name", "none")),)))
 
 
 def test_a_job_function_of_a_file_is_found_by_its_name_and_another_is_refused() -> None:
