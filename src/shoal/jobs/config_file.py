@@ -91,7 +91,7 @@ def _from_yaml(text: str, given: str) -> Any:
         "tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("-+0123456789.")
     )
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        return _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 
