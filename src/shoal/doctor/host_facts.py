@@ -30,8 +30,8 @@ from shoal.hardware.detect import (
     gpus,
     measured_file,
     memory_bytes,
+    memory_limit,
     processor,
-    upwards,
 )
 from shoal.hardware.fastest_all_reduce import why_not_shared
 
@@ -118,9 +118,6 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
     """
     lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(root / "proc/meminfo") or "", re.MULTILINE)
     memory = {name: int(kibibytes) * 1024 for name, kibibytes in lines}
-    own = re.search(r"^0::(.*)$", file_text(root / "proc/self/cgroup") or "", re.MULTILINE)
-    folders = upwards(root / "sys/fs/cgroup", own[1] if own else "/")
-    memory_limits = [_number(place / "memory.max") for place in folders]
     processes = [_limit(resource.RLIMIT_NPROC), _number(root / "sys/fs/cgroup/pids.max")]
     shm = None
     with contextlib.suppress(OSError):
@@ -149,7 +146,7 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         load=os.getloadavg()[0],
         memory_bytes=memory_bytes(),
         available_bytes=memory.get("MemAvailable", memory_bytes()),
-        memory_limit_bytes=min((limit for limit in memory_limits if limit is not None), default=None),
+        memory_limit_bytes=memory_limit(root),
         swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm is not None else None,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm is not None else None,

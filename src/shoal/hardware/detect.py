@@ -83,6 +83,19 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process's cgroup and its parents allow, all processes together; None: all."""
+    own = re.search(r"^0::(.*)$", file_text(root / "proc/self/cgroup") or "", re.MULTILINE)
+    texts = [file_text(folder / "memory.max") for folder in upwards(root / "sys/fs/cgroup", own[1] if own else "/")]
+    return min((int(text) for text in texts if text is not None and text.isdecimal()), default=None)
+
+
+def usable_memory_bytes() -> int:
+    """Return the host's memory in bytes, or the limit of this process's cgroup if that is less."""
+    limit = memory_limit()
+    return memory_bytes() if limit is None else min(limit, memory_bytes())
+
+
 def gpus() -> list[str]:
     """Return the models of the GPUs that the driver shows."""
     shown = sorted(GPU_FOLDER.iterdir()) if GPU_FOLDER.is_dir() else []
@@ -119,7 +132,7 @@ def detected() -> Cluster:
         notes.append(f"GPUs that the catalogue does not know, or of several kinds: {', '.join(sorted(set(models)))}")
     one = "cpu-avx512" if "avx512f" in _cpu_info("flags").split() else "cpu"
     guess = named_cluster(f"{cores()}x{one}")
-    share = memory_bytes() // cores()
+    share = usable_memory_bytes() // cores()
     alternatives = {
         ranks: replace(device, memory_bytes=share * cores() // ranks) for ranks, device in guess.alternatives.items()
     }

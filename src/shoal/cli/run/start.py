@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
 from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, started_on_host, submitted
+from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import parse_target, with_settings_of
@@ -229,8 +230,10 @@ def trained(
         with contextlib.closing(ForkServer(arguments, request.what.threads_per_process)) as server:
             code, error = recovery.until_done(signals, functools.partial(launched, server=server))
         following = resized(request, code, signals)
-        if error is not None or following is None:
-            return RunEnd(code, error, tuple(signals.received))
+        if error is not None:
+            return RunEnd(code, with_way_out(error, request), tuple(signals.received))
+        if following is None:
+            return RunEnd(code, None, tuple(signals.received))
         request = following
 
 

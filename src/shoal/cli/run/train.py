@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ from shoal.cli.run.description import (
     without_initial_weights,
     write_description,
 )
+from shoal.cli.run.way_out import with_way_out
 from shoal.cli.run.write_result import Result
 from shoal.data.opened import opened
 from shoal.distributed.agreement import decided_by_rank_0, together
@@ -148,6 +150,9 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
             error = as_shoal_error(caught)
             with contextlib.suppress(OSError):
                 directory.keep_traceback(f"rank-{environment.rank}", error)
+            if environment.world_size == 1 and REPORT_FILE not in os.environ:  # else the launcher asks the planner
+                clear_frames(caught.__traceback__)  # which hold the model
+                error = with_way_out(error, request)
             raise error from None
 
 

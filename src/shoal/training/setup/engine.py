@@ -58,6 +58,7 @@ from shoal.training.observer import Observer
 from shoal.training.setup.choices import choose
 from shoal.training.setup.default_grains import outline, with_grains
 from shoal.training.setup.job_model import construct_twice, make_model, seeded_model, unlike_ranks
+from shoal.training.setup.memory_check import refuse_too_large
 from shoal.training.setup.preflight import compare_data, compare_models, judged
 from shoal.training.step_clock import StepClock, StepListener
 from shoal.training.update.job_optimizer import (
@@ -254,7 +255,12 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
 
         names = set(divide_parameters({name: p.nbytes for name, p in parameters.named}, plan.server.num_servers)[0])
         updated = {id(p) for name, p in parameters.named if name in names}
-    together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, lambda p: id(p) in updated))
+
+    def check_states() -> None:
+        refuse_divided_steps(optimizer, job.optimizer, sharded_model, lambda p: id(p) in updated)
+        refuse_too_large(plan, strategy, parameters, optimizer, mesh.device)
+
+    together(mesh, check_states)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     observer = StepMeter() if options.meters else options.observer
     stepper = Stepper(optimizer, job, exact=exact, captured=plan.execution.cuda_graph)
