@@ -71,7 +71,9 @@ def advice_for(request: RunRequest) -> str:
     device, peak = cluster.device_for(devices), case.predictor.predict(failed).peak_bytes
     of_process, _ = resource.getrlimit(resource.RLIMIT_AS)
     each = device.kind == "gpu" or of_process != resource.RLIM_INFINITY
-    memory = device.memory_bytes if device.kind == "gpu" else min(device.memory_bytes, usable_memory_bytes() // devices)
+    memory = float(device.memory_bytes)
+    if device.kind == "cpu":
+        memory = min(memory, usable_memory_bytes() / devices)
     if of_process != resource.RLIM_INFINITY:  # it counts what is mapped of Python and torch, too
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         memory = min(memory, max(0, of_process - mapped))
