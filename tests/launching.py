@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from tests import forks
 
+from shoal.runs.records import read_steps
+
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ROOT / "tests" / "jobs"
@@ -101,7 +103,7 @@ class Ended:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.out / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [json.loads(record.to_line()) for record in read_steps(self.out / "records.jsonl")]
 
     def expect(self, code: int) -> Ended:
         """Itself. Raises: AssertionError with the output where the exit code is another."""

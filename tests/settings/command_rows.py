@@ -248,6 +248,10 @@ RUN_OPTIONS: Table = {
     ),
     "--no-source": Acts(PLAIN.with_("--no-source"), PLAIN, lambda ended: (ended.out / "source").exists(), False),
     "--private": Acts(PLAIN.with_("--private"), PLAIN, lambda ended: ended.out.stat().st_mode & 0o077, 0),
+    "--records": Acts(
+        PLAIN.with_("--records", "all"), PLAIN, lambda ended: read(ended.out / "job.json")["records"], "all"
+    ),
+    "--records: another word": Refuses(PLAIN.with_("--records", "some"), "--records takes blocks or all"),
     "--layout": Acts(
         PLAIN.with_("--layout", "data=2"), PLAIN, lambda ended: read(ended.out / "result.json")["world_size"], 2
     ),

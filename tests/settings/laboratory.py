@@ -16,6 +16,8 @@ import tomli_w
 from tests.launching import JOBS, start_command
 from tests.sharing import Shared
 
+from shoal.runs.records import read_steps
+
 HERE = Path(__file__).resolve().parent
 SUBJECT = HERE / "subject.py"
 
@@ -82,7 +84,7 @@ class Ended:
     def records(self) -> list[dict[str, Any]]:
         """records.jsonl, a value a step."""
         self.expect_done()
-        return [json.loads(line) for line in (self.out / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [json.loads(record.to_line()) for record in read_steps(self.out / "records.jsonl")]
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def run(
     require_certificate: PathText | None = None,
     no_source: bool = False,
     private: bool = False,
+    records: str | None = None,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
     trace: str | int | None = None,
@@ -106,6 +107,7 @@ def run(
     | `require_certificate` | train only what this certificate of shoal verify covers |
     | `no_source` | do not record the git commit, uncommitted changes, packages and command line |
     | `private` | let only you read the run directory (mode 0700) |
+    | `records` | "all": each step has a record; default: "blocks" beyond step 10,000, or as the resumed run |
     | `no_telemetry` | write no spans and no step records |
     | `track` | trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place |
     | `trace` | steps to profile for Perfetto, of all ranks: 10 or "10-12" |

@@ -34,6 +34,8 @@ def report(options: ReportOptions) -> ExitCode:
     for one in accounts:
         ended = f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}"
         print(cut(ended, len(ended)))
+        if one.blocks is not None:
+            print(f"{one.blocks}\n  sums are exact; medians and curves use the mean of each block")
     both = [(one, read.records) for one, read in zip(accounts, files, strict=True)]
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
     default = files[0].output_folder / "report.html" if len(both) == 1 else Path("report.html")

@@ -106,7 +106,7 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
         with contextlib.suppress(CommandError):
             steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
             traced |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
-    untraced = [record for record in files.records if record.step not in traced]
+    untraced = [r for r in files.records if traced.isdisjoint(range(r.first, r.step + 1))]
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(
@@ -128,7 +128,7 @@ def planned_for(target: str, files: RunFiles, times: RunTimes, losses: tuple[Los
         with inside_run(os.environ):
             job = load(request).job
         plan = read_plan(plan_file) if plan_file.exists() else Plan()
-        steps = [MeasuredStep(record.seconds, record.spans) for record in steady(files.records)]
+        steps = [MeasuredStep.of(record) for record in steady(files.records)]
         planned = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
         losses = with_planner(losses, planned)
         return RunDiagnosis(times, losses, planned.best(losses))
@@ -237,6 +237,9 @@ def _lines(path: str, result: RunDiagnosis, plans: dict[str, Path]) -> list[str]
         low, high = times.spread
         lines.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
         lines.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
+    if times.blocks is not None:
+        lines.append(f"note: {times.blocks}")
+        lines.append("   each of its steps counts with the block's mean, so single slow steps do not show")
     if times.wall > 0.0:
         share = times.start_up / times.wall
         lines.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")

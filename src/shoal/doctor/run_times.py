@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from shoal.report.account import Account, section, steady
+from shoal.report.account import Account, RecordedBlocks, section, steady
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
@@ -21,6 +21,7 @@ _SUMS = ("all_reduce", "all_gather")
 
 # The quickest 1/10 of the steps is taken as undisturbed.
 _QUICKEST = 10
+_MOST_STEPS = 100_000  # newest steps of a long run that count
 _HELD_UP = 3.0  # multiple of the median step from which a step counts as held up
 
 
@@ -86,6 +87,7 @@ class RunTimes:
     message_bytes: int = 0
     start_up: float = 0.0
     wall: float = 0.0
+    blocks: RecordedBlocks | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -106,7 +108,7 @@ class RunTimes:
 
 def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     """Return the times of a run, or None if it has fewer than 4 steady records."""
-    records = steady(files.records)
+    records = _each_step(files.records)
     if len(records) < 4:
         return None
     plain, step = _plain(records), median(_plain(records))
@@ -157,6 +159,7 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
         message_bytes=sum(volume.bytes for volume in sums),
         start_up=account.wall.of("start_up"),
         wall=account.wall.busy_seconds,
+        blocks=account.blocks,
         plan=files.plan,
     )
 
@@ -166,8 +169,14 @@ def seconds_per_step(of: Sequence[StepRecord]) -> float:
 
     Events after the last step belong to the end of the run and are excluded.
     """
-    records = steady(of)
+    records = _each_step(of)
     return median(_plain(records)) + sum(event.per_step for event in _events(records).values())
+
+
+def _each_step(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return a record for each of the newest steps without the first ones. The steps of a block have their means."""
+    every = [one for record in steady(records) for one in [record.per_step()] * record.steps]
+    return every[-_MOST_STEPS:]
 
 
 def _plain(records: Sequence[StepRecord]) -> list[float]:

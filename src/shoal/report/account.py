@@ -6,10 +6,11 @@ It is built from the files of a run directory alone. Pages, terminals and diagno
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from itertools import accumulate
 from typing import Any
 
 from shoal.report.incidents import Incident, error_line, incidents
@@ -54,7 +55,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the recorded steps without the first ones; `spans` are means of rank 0."""
+    """Seconds of the recorded steps without the first ones; `spans` are means of rank 0.
+
+    Each step of a block counts with the block's mean, so median and deciles are estimates if there are blocks.
+    """
 
     count: int
     median: float | None = None
@@ -150,6 +154,17 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class RecordedBlocks:
+    """Blocks of steps in the records: the first step in a block, and the steps of the largest one."""
+
+    from_step: int
+    most_steps: int
+
+    def __str__(self) -> str:
+        return f"from step {self.from_step:,} each record is of a block of up to {self.most_steps:,} steps"
+
+
+@dataclass(frozen=True)
 class Account:
     """A run. `status`: running | completed | preempted | failed | killed (ended without a result)."""
 
@@ -163,6 +178,7 @@ class Account:
     device: str
     wall: WallClock
     step_times: StepTimes
+    blocks: RecordedBlocks | None
     ranks: tuple[RankExtremes, ...]
     parts: tuple[Beside, ...]
     predicted_terms: Mapping[str, float]
@@ -232,6 +248,7 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
         device=last_attempt.device if last_attempt and last_attempt.device else str(kinds.get("measured") or ""),
         wall=wall,
         step_times=step_times(files.records),
+        blocks=recorded_blocks(files.records),
         ranks=ranks,
         parts=parts,
         predicted_terms=numbers(terms or prediction.get("terms")),
@@ -339,19 +356,33 @@ def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return records[_WARM_UP:] if len(records) > 2 * _WARM_UP else records
 
 
+def recorded_blocks(records: Sequence[StepRecord]) -> RecordedBlocks | None:
+    """Return where blocks of steps begin in records, or None if each record is of one step."""
+    first = next((record.first for record in records if record.steps > 1), None)
+    return None if first is None else RecordedBlocks(first, max(record.steps for record in records))
+
+
 def step_times(of: Sequence[StepRecord]) -> StepTimes:
     """Return the median, deciles, mean and mean spans of steps."""
     records = steady(of)
-    seconds = [record.seconds for record in records]
-    if not seconds:
+    if not records:
         return StepTimes(0)
-    tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    means = sorted((record.seconds / record.steps, record.steps) for record in records)
+    ends = list(accumulate(steps for _, steps in means))
+    count = ends[-1]
+
+    def quantile(share: float) -> float:
+        place = share * (count - 1)
+        low, high = (means[bisect_right(ends, at)][0] for at in (int(place), min(int(place) + 1, count - 1)))
+        return low + (high - low) * (place - int(place))
+
     spans = dict.fromkeys(SPANS, 0.0)
     for record in records:
         for name, value in record.spans.items():
             spans[name] = spans.get(name, 0.0) + value
-    spans = {name: value / len(records) for name, value in spans.items()}
-    return StepTimes(len(seconds), median(seconds), tenths[0], tenths[8], sum(seconds) / len(seconds), spans)
+    spans = {name: value / count for name, value in spans.items()}
+    mean = sum(record.seconds for record in records) / count
+    return StepTimes(count, quantile(0.5), quantile(0.1), quantile(0.9), mean, spans)
 
 
 def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
@@ -360,12 +391,12 @@ def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
     slowest: dict[str, Counter[int]] = {}
     for record in steady(records):
         for name, spread in record.ranks.items():
-            least[name] += spread.min
-            most[name] += spread.max
-            counts[name] += 1
+            least[name] += spread.min * record.steps
+            most[name] += spread.max * record.steps
+            counts[name] += record.steps
             ranks = slowest.setdefault(name, Counter())
             if spread.max > spread.min:  # otherwise no rank has the most, as on one process
-                ranks[spread.rank_of_max] += 1
+                ranks[spread.rank_of_max] += record.steps
     extremes = []
     for name, ranks in slowest.items():
         shares = {rank: count / ranks.total() for rank, count in sorted(ranks.items())}

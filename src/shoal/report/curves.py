@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.report.account import Account
+from shoal.report.account import Account, recorded_blocks
 from shoal.report.html import Table
 from shoal.report.quantities import short
 from shoal.runs.records import StepRecord
@@ -127,7 +127,9 @@ def over_steps(
         sparse = sum(value is not None for value in column) <= len(column) // 4 + 1
         curves.append(PlottedCurve(name, thinned(column, groups), sparse))
     each = -(-len(records) // max(1, len(groups)))
-    note = f"Of each {each} steps the least and the greatest value are drawn." if each > 1 else ""
+    blocks = recorded_blocks(records)
+    note = f"Of each {each} {'records' if blocks else 'steps'} the least and the greatest value are drawn."
+    note = " ".join([note] * (each > 1) + [f"{str(blocks).capitalize()}, a point its mean."] * (blocks is not None))
     table = _table(steps, list(columns), list(columns.values()))
     return Chart(key, title, at_groups(steps, groups), curves, table, marks=marks, note=note, **more)
 
@@ -189,7 +191,8 @@ def time_chart(account: Account, records: Sequence[StepRecord]) -> Chart | None:
         "exposed communication": span("exposed_communication"),
         "waiting for data": span("data_wait", "host_to_device"),
     }
-    return over_steps("step-time", "Time of a step", records, readers, marks_of(account), y_name="ms")
+    means = [record.per_step() for record in records]
+    return over_steps("step-time", "Time of a step", means, readers, marks_of(account), y_name="ms")
 
 
 def marks_of(account: Account) -> list[Mark]:

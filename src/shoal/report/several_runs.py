@@ -52,6 +52,7 @@ def several_page(runs: Sequence[RunCurves]) -> ReportPage:
         charts.append(overlaid(f"metric-{place}", f"Evaluation: {name}", runs, metric_reader(name)))
     drawn = [chart for chart in charts if chart is not None]
     why = ["Over samples, so that batches of any size compare."]
+    why += [f"{run.name}: {run.account.blocks}, a point its mean." for run in runs if run.account.blocks]
     curves = Part("curves", "Curves", why, drawn) if drawn else None
     parts = [part for part in (_table(runs), curves, _differences(runs), _scaling(runs)) if part is not None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from shoal.report.account import Account
@@ -61,28 +62,46 @@ def head(account: Account, records: Sequence[StepRecord]) -> str:
 
 def _pace(records: Sequence[StepRecord]) -> float | None:
     """Return the samples per second of the newest steps."""
-    recent = records[-_RECENT:]
+    recent = _recent(records)
     step_seconds = sum(record.seconds for record in recent)
     return sum(record.num_samples for record in recent) / step_seconds if step_seconds > 0.0 else None
 
 
+def _recent(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the newest records, of at least 50 steps."""
+    begin, steps = len(records), 0
+    while begin > 0 and steps < _RECENT:
+        begin -= 1
+        steps += records[begin].steps
+    return records[begin:]
+
+
 def _progress(account: Account, records: Sequence[StepRecord], width: int) -> Iterator[str]:
     step = records[-1].step if records else account.steps
-    recent, rates = records[-_RECENT:], account.rates
+    recent, rates = _recent(records), account.rates
+    recent_steps = sum(record.steps for record in recent)
     of = f" of {account.num_steps:,}" if account.num_steps else ""
     left = ""
     if account.status == "running" and account.num_steps and recent:
-        each = sum(record.seconds + sum((record.after or {}).values()) for record in recent) / len(recent)
+        each = sum(record.seconds + sum((record.after or {}).values()) for record in recent) / recent_steps
         left = f", {seconds(each * max(0, account.num_steps - step))} left"
     yield f"{account.name}: {account.status}"
     yield f"step {step:,}{of}{left}"
+    if account.blocks is not None:
+        yield str(account.blocks)
     if account.num_steps:
         done = min(1.0, step / account.num_steps)
         room = max(5, min(60, width) - 5)
         full = int(done * room)
         yield f"{'━' * full}{'─' * (room - full)} {int(100 * done):3d}%"
-    apart = 1 + len(records) // _MOST_LOSSES  # a subset of a long run's losses suffices for a line of blocks
-    losses = [record.loss for record in records[::apart] if record.loss is not None]
+    shown = records[:: 1 + len(records) // _MOST_LOSSES]  # a subset of a long run's losses suffices for a line
+    if account.blocks is not None:  # at even distances in steps
+        at = (
+            bisect_left(records, step * place // _MOST_LOSSES, key=lambda record: record.step)
+            for place in range(_MOST_LOSSES)
+        )
+        shown = [records[min(place, len(records) - 1)] for place in at]
+    losses = [record.loss for record in shown if record.loss is not None]
     metrics = ""
     if account.evaluations:
         last = account.evaluations[-1]
@@ -93,7 +112,7 @@ def _progress(account: Account, records: Sequence[StepRecord], width: int) -> It
         yield spark(losses, min(60, width))
     pace = _pace(records)
     if pace is not None:
-        each = sum(record.seconds for record in recent) / len(recent)
+        each = sum(record.seconds for record in recent) / recent_steps
         tokens = ""
         if rates.step_tokens and rates.step_samples:
             tokens = f", {rate(pace * rates.step_tokens / rates.step_samples)} tokens/s"

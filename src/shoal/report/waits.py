@@ -53,14 +53,19 @@ def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
             complete.append((place, by_rank))
     pieces: list[_StepWaits] = []
     for place, times in complete:
-        own = records[max(0, place + 1 - max(1, times.steps)) : place + 1]
+        begin, count = place, records[place].steps
+        while begin > 0 and count < times.steps:
+            begin -= 1
+            count += records[begin].steps
+        own = records[begin : place + 1]
+        step_seconds = sum(one.seconds for one in own) * times.steps / count  # a block may have steps besides the sum's
         mean = {rank: sum(of) / (world_size - 1) for rank, of in times.waits.items() if rank in range(world_size)}
-        pieces.append(_StepWaits(own[0].step, records[place].step, sum(one.seconds for one in own), mean))
+        pieces.append(_StepWaits(own[0].first, records[place].step, step_seconds, mean))
     if not complete:  # the slowest rank of each step, with its busy seconds beyond the fastest rank's
         for record in records:
             if (spread := record.ranks.get("busy_seconds")) is not None:
-                beyond = {spread.rank_of_max: max(0.0, spread.max - spread.min)}
-                pieces.append(_StepWaits(record.step, record.step, record.seconds, beyond))
+                beyond = {spread.rank_of_max: max(0.0, spread.max - spread.min) * record.steps}
+                pieces.append(_StepWaits(record.first, record.step, record.seconds, beyond))
     if not pieces:
         return None
     groups = [[pieces[place] for place in group] for group in buckets(len(pieces), COLUMNS)]

@@ -185,7 +185,7 @@ class _AttemptTime:
 
     def first(self) -> float:
         """Return the instant at which the first step started."""
-        begins = [r.at - r.seconds for r in self.records[:1] if r.at is not None]
+        begins = [r.began_at for r in self.records[:1] if r.began_at is not None]
         begins += [u.first_at for u in self.undone if u.first_at is not None]
         return max(self.attempt.began_at, min(begins)) if begins else self.attempt.began_at
 

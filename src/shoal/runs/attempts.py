@@ -1,7 +1,7 @@
 """Attempts and incidents of a run: `attempts.jsonl`, `events.jsonl`, and the effective time that follows from them.
 
-Each call, and each restart after lost ranks, has a few lines in `attempts.jsonl`. Retrained steps replace their
-records, so this file accounts for the time of the replaced ones.
+Each call, and each restart after lost ranks, has a few lines in `attempts.jsonl`. Records of retrained steps replace
+earlier ones, so this file accounts for the time of the replaced ones.
 """
 
 from __future__ import annotations
@@ -124,13 +124,13 @@ class Undone:
         """Sum up records, of which there must be at least one."""
         first, last = records[0], records[-1]
         return cls(
-            from_step=first.step,
-            steps=len(records),
+            from_step=first.first,
+            steps=sum(record.steps for record in records),
             samples=sum(record.num_samples for record in records),
             seconds=sum(record.seconds for record in records),
             spans=summed(record.spans for record in records),
             after=summed(record.after or {} for record in records),
-            first_at=first.at - first.seconds if first.at is not None else None,
+            first_at=first.began_at,
             last_at=last.at + sum((last.after or {}).values()) if last.at is not None else None,
         )
 
@@ -202,21 +202,37 @@ def productive_seconds(record: StepRecord) -> float:
     return record.seconds - record.spans.get("checkpoint", 0.0) + (record.after or {}).get("evaluation", 0.0)
 
 
+_MOST_STEPS = 1 << 16
+
+
 class EffectiveTime:
-    """Sum of the seconds of a start's steps, without retrained ones. `step`: the last step before the start."""
+    """Sum of the seconds of a start's steps, without retrained ones. `step`: the last step before the start.
+
+    Only the seconds of the last 65,536 steps are stored separately. A return to an earlier step is estimated by the
+    mean of the steps before.
+    """
 
     def __init__(self, step: int) -> None:
-        self._first, self._seconds = step, array("d")
+        self._start = self._first = step
+        self._before, self._seconds = 0.0, array("d")
 
     def take(self, record: StepRecord) -> None:
         """Count a step. If the step was counted before, that count and all later ones are removed first."""
-        del self._seconds[max(0, record.step - 1 - self._first) :]
+        last = record.step - 1
+        if last < self._first:
+            self._before *= max(0, last - self._start) / max(1, self._first - self._start)
+            self._first = max(last, self._start)
+        del self._seconds[max(0, last - self._first) :]
         self._seconds.append(productive_seconds(record))
+        if len(self._seconds) == 2 * _MOST_STEPS:
+            self._before += sum(self._seconds[:_MOST_STEPS])
+            self._first += _MOST_STEPS
+            del self._seconds[:_MOST_STEPS]
 
     @property
     def seconds(self) -> float:
         """Seconds of the steps that count."""
-        return sum(self._seconds)
+        return self._before + sum(self._seconds)
 
 
 def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) -> tuple[float | None, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -18,11 +17,11 @@ from shoal.errors import InUseError, RunDirectoryError
 from shoal.runs.attempts import Attempt, read_attempts, run_status
 from shoal.runs.directory import SESSION, RunDirectory, read_json
 from shoal.runs.directory_lock import claim, held_since, is_held
+from shoal.runs.records import StepRecord, last_records
 from shoal.runs.sound_values import sound_job, sound_result
 from shoal.runs.source import COMMIT, read_source
 
 _DEPTH = 4  # folders below the given one in which runs are looked for
-_TAIL_BYTES = 1 << 16  # the end of a file of records that is read; a record has about 2 kB
 _CERTIFICATE = "certificate.json"
 
 
@@ -109,17 +108,19 @@ def entry_of(path: Path, name: str) -> RunEntry:
     if job is None and (path / _CERTIFICATE).exists():
         return _certificate(path, name)
     job, result = sound_job(job or {}), sound_result(read_json(files.result) or {})
-    last, attempts = _last_record(files.records), read_attempts(files.attempts)
+    last, attempts = None, read_attempts(files.attempts)
+    with contextlib.suppress(OSError):
+        last = next(iter(last_records(files.records)), None)
     source = read_source(path)
     is_session = job.get("function") == SESSION
     if not result and not files.job.exists():
         result = {"status": "failed"}  # before a rank could describe the run
     state = run_status(is_held=is_held(path), attempts=attempts, result=result)
     best, watched = result.get("best") or {}, str(job.get("watch") or "")
-    metrics = result.get("metrics") or last.get("metrics") or {}
+    metrics: Mapping[Any, Any] = result.get("metrics") or (last.metrics if last else None) or {}
     metric = best.get("metric") or watched.rpartition(":")[0] or next(iter(metrics), None)
     value = _number(best.get("value", metrics.get(metric)))
-    step = best.get("step", last.get("step"))
+    step = best.get("step", last.step if last else None)
     commit = source.get(COMMIT, {})
     file = str(job.get("file") or job.get("module") or "")
     function = "" if is_session or job.get("function") in ("job", None) else f":{job['function']}"
@@ -130,9 +131,9 @@ def entry_of(path: Path, name: str) -> RunEntry:
         kind="session" if is_session else "run",
         job=f"{os.path.basename(file)}{function}",
         state=state,
-        steps=int(last.get("step") or result.get("steps") or 0),
+        steps=last.step if last else int(result.get("steps") or 0),
         num_steps=attempts[-1].num_steps if attempts else None,
-        loss=_number(last.get("loss", result.get("train_loss"))),
+        loss=_number(last.loss if last else result.get("train_loss")),
         metrics={name: number for name, one in metrics.items() if (number := _number(one)) is not None},
         best=(str(metric), value, step) if value is not None else None,
         larger_is_better=watched.endswith(":max") if watched else None,
@@ -229,31 +230,13 @@ def _certificate(path: Path, name: str) -> RunEntry:
     )
 
 
-def _last_record(path: Path) -> dict[str, Any]:
-    """Return the last complete line of a file of records, or nothing."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(document, dict) and isinstance(document.get("step"), int):
-            return document
-    return {}
-
-
-def _seconds(attempts: tuple[Attempt, ...], last: Mapping[str, Any], since: float | None) -> float | None:
+def _seconds(attempts: tuple[Attempt, ...], last: StepRecord | None, since: float | None) -> float | None:
     """Return the sum of the attempts' times; an attempt without an end lasts to its last record, or until now."""
     total = 0.0
     for place, attempt in enumerate(attempts):
         end = attempt.ended_at
         if end is None and place == len(attempts) - 1:
-            end = datetime.now(UTC).timestamp() if since is not None else last.get("at")
+            end = datetime.now(UTC).timestamp() if since is not None else last.at if last else None
         total += max(0.0, (end or attempt.began_at) - attempt.started_at)
     return total if attempts else None
 

@@ -273,6 +273,12 @@ def _tracker(text: Any, flag: str) -> TrackerName:
     return text if isinstance(text, TrackerName) else TrackerName.parse(text, f"{flag} {text}")
 
 
+def _blocks_or_all(text: Any, flag: str) -> str:
+    if text in ("blocks", "all"):
+        return str(text)
+    raise CommandError(given=f"{flag} {text}", conflict=f"{flag} takes blocks or all", remedy=f"write {flag} all")
+
+
 def _number_or_all(text: Any, flag: str) -> int | str:
     if text == "all":
         return "all"
@@ -360,6 +366,19 @@ class Course:
         "let only you read the run directory (mode 0700)",
         page="only you may read the run directory (mode 0700); without it your umask decides, and nobody else may "
         "write there",
+    )
+    records: Literal["blocks", "all"] | None = option(
+        "write a record of each step (all), or beyond step 10,000 of blocks of steps (default: blocks)",
+        "blocks|all",
+        parse=_blocks_or_all,
+        saved="records",
+        otherwise="blocks",
+        call='"all": each step has a record; default: "blocks" beyond step 10,000, or as the resumed run',
+        compared=str,
+        keyword="str | None",
+        page="`all` writes a record for each step; `blocks` for each of the first 10,000 and then for [blocks of "
+        "steps](run-directory.md#blocks-of-steps); by default as the resumed run, else `blocks`",
+        refused="another word",
     )
     no_telemetry: bool = switch("write no spans and no step records", compared=str, page="no spans, no step records")
     track: tuple[TrackerName, ...] = option(

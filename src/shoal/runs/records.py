@@ -1,15 +1,23 @@
-"""Records of training steps and runs: written as JSON lines and read back without torch."""
+"""Records of training steps and runs: written as JSON lines and read back without torch.
+
+`records.jsonl` is only appended to. A line is the record of a step, of a block of steps (`record_blocks`), or the mark
+that the steps after a checkpoint are trained again. `CountedRecords` drops the earlier records of these steps.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
+
+from shoal.runs.sound_values import adapter
 
 # Parts of a step's wall time, in seconds; they sum to the step.
 SPANS = (
@@ -36,24 +44,24 @@ class Spread:
 class OwnSpreads(Mapping[str, Spread]):
     """Measurements of a run's only rank as spreads, created on access: minimum and maximum are the same value."""
 
-    def __init__(self, names: tuple[str, ...], values: tuple[float, ...]) -> None:
-        self._names, self._values = names, values
+    def __init__(self, names: tuple[str, ...], measured: tuple[float, ...]) -> None:
+        self.names, self.measured = names, measured
 
     def __getitem__(self, name: str) -> Spread:
-        if name not in self._names:
+        if name not in self.names:
             raise KeyError(name)
-        value = self._values[self._names.index(name)]
+        value = self.measured[self.names.index(name)]
         return Spread(value, value, 0)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return the spreads as a JSON value."""
-        pairs = zip(self._names, self._values, strict=True)
+        pairs = zip(self.names, self.measured, strict=True)
         return {name: {"min": value, "max": value, "rank_of_max": 0} for name, value in pairs}
 
 
@@ -72,8 +80,28 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
+class BlockExtremes:
+    """Extremes of the steps of a block, in the record of the block.
+
+    `min`, `max`: of the steps' numbers and rank 0's spans, by name.
+    `slowest`: the whole record of the step with the most seconds.
+    `began_at`: start of the first step, in seconds since the epoch.
+    """
+
+    min: dict[str, float]
+    max: dict[str, float]
+    slowest: StepRecord
+    began_at: float | None = None
+
+
+@dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step."""
+    """One optimizer step, or a block of successive steps.
+
+    In the record of a block, `num_samples`, `seconds` and `spans` are sums over the steps, and `memory_bytes` is the
+    most. `loss`, `weight`, `grad_norm`, `learning_rate`, `loss_scale` and the numbers in `ranks` are means. The other
+    fields are those of the last step.
+    """
 
     step: int
     epoch: int
@@ -97,6 +125,31 @@ class StepRecord:
     at: float | None = None  # end of the step on rank 0's clock, in seconds since the epoch
     after: dict[str, float] | None = None  # seconds of the evaluation and checkpoint after it
     by_rank: RankTimes | None = None  # in some records: which ranks waited for which
+    steps: int = 1  # number of steps in the record, up to and including `step`
+    block: BlockExtremes | None = None  # if the record is of several steps
+    generation: int = 0  # start of the run's ranks that wrote the record
+
+    @property
+    def first(self) -> int:
+        """The first step of the record."""
+        return self.step - self.steps + 1
+
+    @property
+    def began_at(self) -> float | None:
+        """Start of the first step, in seconds since the epoch."""
+        if self.block is not None:
+            return self.block.began_at
+        return None if self.at is None else self.at - self.seconds
+
+    def per_step(self) -> StepRecord:
+        """Return the record with means instead of sums, which is the record itself for a single step."""
+        if self.steps == 1:
+            return self
+        copy, steps = object.__new__(StepRecord), self.steps
+        spans = {name: seconds / steps for name, seconds in self.spans.items()}
+        own = {"spans": spans, "seconds": self.seconds / steps, "num_samples": self.num_samples / steps}
+        copy.__dict__.update(self.__dict__, **own)
+        return copy
 
     def with_ranks(self, ranks: Mapping[str, Spread], by_rank: RankTimes | None = None) -> StepRecord:
         """Return a copy with all ranks' measurements, in a tenth of the time of dataclasses.replace."""
@@ -113,25 +166,65 @@ class StepRecord:
         after = self.after or {}
         return replace(self, after={**after, kind: after.get(kind, 0.0) + seconds})
 
-    def to_line(self) -> str:
+    def to_line(self, generation: int = 0) -> str:
         """Return the record as one line of JSON. NaN and infinity are written as null."""
         # pydantic's writer takes 12 us, json 80 us, mostly for floats. Plain dictionaries take pydantic a third of
         # the time of dataclasses.
-        own = self.ranks
+        return to_json({**self._document(), "generation": generation}, inf_nan_mode="null").decode()
+
+    def _document(self) -> dict[str, Any]:
+        own, block = self.ranks, self.block
         ranks = own.to_json() if isinstance(own, OwnSpreads) else {name: vars(spread) for name, spread in own.items()}
-        return to_json({**vars(self), "ranks": ranks}, inf_nan_mode="null").decode()
+        blocks = {**vars(block), "slowest": block.slowest._document()} if block is not None else None
+        return {**vars(self), "ranks": ranks, "block": blocks}
 
     @classmethod
-    def from_line(cls, line: str) -> StepRecord:
-        """Parse a line that `to_line` wrote. Keys of newer versions are ignored."""
-        document = json.loads(line)
-        document["ranks"] = {name: Spread(**value) for name, value in document["ranks"].items()}
-        if document.get("by_rank"):
-            by_rank = document["by_rank"]
-            waits = {int(rank): of for rank, of in by_rank["waits"].items()}  # JSON keys are strings
-            document["by_rank"] = RankTimes(by_rank["steps"], by_rank["busy_seconds"], waits)
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in document.items() if key in known})
+    def from_line(cls, line: str | bytes) -> StepRecord:
+        """Parse a line that `to_line` wrote. Keys of newer versions are ignored. Raises: ValueError."""
+        record: StepRecord = adapter(StepRecord).validate_json(line)
+        return record
+
+
+@dataclass(frozen=True)
+class TrainedAgain:
+    """Mark in `records.jsonl`: the steps after `after` are trained again, so that earlier records of them are over."""
+
+    after: int
+    generation: int = 0
+
+    def to_line(self, generation: int = 0) -> str:
+        """Return the mark as one line of JSON."""
+        return json.dumps({"trained_again": {"after": self.after, "generation": generation}})
+
+
+def parsed(line: str | bytes) -> StepRecord | TrainedAgain:
+    """Parse a line of `records.jsonl`. Raises: ValueError."""
+    mark = '{"trained_again"'
+    if not line.startswith(mark if isinstance(line, str) else mark.encode()):  # type: ignore[arg-type]
+        return StepRecord.from_line(line)
+    return TrainedAgain(**{name: int(value) for name, value in json.loads(line)["trained_again"].items()})
+
+
+class CountedRecords:
+    """Records that count, in order of training, from the lines of `records.jsonl`.
+
+    A late line of an earlier generation, whose process was paused, does not count.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self._generation = 0
+
+    def add(self, line: StepRecord | TrainedAgain) -> None:
+        """Add the next line."""
+        if line.generation < self._generation:
+            return
+        self._generation = line.generation
+        if isinstance(line, StepRecord):
+            self.records.append(line)
+            return
+        while self.records and self.records[-1].step > line.after:
+            self.records.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +275,33 @@ class RunRecord:
 
 
 def read_steps(path: Path) -> Iterator[StepRecord]:
-    """Yield the step records in a `records.jsonl`. An incomplete last line is skipped."""
+    """Yield the records in a `records.jsonl` that count. An incomplete last line is skipped. Raises: ValueError."""
+    counted = CountedRecords()
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
-                yield StepRecord.from_line(line)
+                counted.add(parsed(line))
+    yield from counted.records
+
+
+_TAIL_BYTES = 1 << 16  # the end of a file that is read first; a record has about 2 kB, a block 4 kB
+
+
+def last_records(path: Path, after: int | None = None) -> list[StepRecord]:
+    """Return the records of steps after `after`, or the last one, from the end of a file. Damaged lines are skipped.
+
+    Raises: OSError.
+    """
+    tail = _TAIL_BYTES
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        while True:
+            file.seek(max(0, size - tail))
+            counted, lines = CountedRecords(), file.read(tail).split(b"\n")[:-1]
+            for line in lines[size > tail :]:  # the first line may be cut
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    counted.add(parsed(line))
+            records = counted.records
+            if size <= tail or (records and (after is None or records[0].step <= after)):
+                return records[-1:] if after is None else [record for record in records if record.step > after]
+            tail *= 8

@@ -19,8 +19,8 @@ from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import held_since, is_held
-from shoal.runs.records import StepRecord
-from shoal.runs.sound_values import adapter, sound_job, sound_plan, sound_result
+from shoal.runs.records import CountedRecords, StepRecord, parsed
+from shoal.runs.sound_values import sound_job, sound_plan, sound_result
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class RunReader:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, address: str | None = None) -> None:
         """Create the reader. `address`: address of the run if `path` is a copy, which each `read` updates."""
         self._files, self._clock, self._address = RunDirectory(path), clock, address
-        self._records: list[StepRecord] = []
+        self._records = CountedRecords()
         self._lines = {name: LineFile(getattr(self._files, name)) for name in ("records", "attempts", "events")}
         self._attempts: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
@@ -122,13 +122,18 @@ class RunReader:
                 conflict="no run began there (it has no job.json)",
                 remedy="give the directory of a run, which shoal run prints",
             )
-        self._grow(self._lines["records"], self._records, adapter(StepRecord).validate_json)
+        new_records = self._lines["records"].more(parsed)
+        if self._lines["records"].replaced:
+            self._records = CountedRecords()
+        for one in new_records:
+            self._records.add(one)
+        records = self._records.records
         self._grow(self._lines["attempts"], self._attempts, _object)
         self._grow(self._lines["events"], self._events, _object)
         saved = (read_json(files.saved) or {}).get("step")
         now, trains_now, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
         if trains_now and attempts:
-            newest = self._records[-1].at if self._records else None
+            newest = records[-1].at if records else None
             since, lost = held_since(files.path) or 0.0, 0.0
             for event in self._events:
                 with contextlib.suppress(ValueError, TypeError):
@@ -151,7 +156,7 @@ class RunReader:
             job=sound_job(read_json(files.job) or {}),
             plan=plan,
             result=sound_result(read_json(files.result) or {}),
-            records=tuple(self._records),
+            records=tuple(records),
             attempts=attempts,
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,

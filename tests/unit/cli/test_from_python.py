@@ -182,6 +182,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "require_certificate": (["--require-certificate", "c.json"], {"require_certificate": Path("c.json")}),
     "no_source": (["--no-source"], {"no_source": True}),
     "private": (["--private"], {"private": True}),
+    "records": (["--records", "all"], {"records": "all"}),
     "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
     "track": (["--track", "tensorboard", "--track", "mlflow:here"], {"track": ["tensorboard", "mlflow:here"]}),
     "trace": (["--trace", "10-12"], {"trace": "10-12"}),

@@ -52,6 +52,7 @@ from shoal.runs.attempts import AttemptLog, Events, StartUp, call_began_at, mtbf
 from shoal.runs.directory import RunDirectory, guarded_files, read_json
 from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
+from shoal.runs.record_blocks import WHOLE_STEPS
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.source import write_source
@@ -355,7 +356,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             )
             result.began_at = time.time()
             records_file = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
-            records = RecordWriter(records_file, result.log.undone, request.where.fence)
+            whole_steps = None if request.course.records == "all" else WHOLE_STEPS
+            records = RecordWriter(records_file, result.log.undone, request.where.fence, whole_steps)
             with contextlib.closing(records):
                 if call.profile is not None:
                     call.profile.attach(reporter.note)

@@ -62,7 +62,7 @@ class Result:
         """Count a finished step."""
         self.last = record
         self.effective.take(record)
-        self.recent.append(MeasuredStep(record.seconds, record.spans))
+        self.recent.append(MeasuredStep.of(record))
         self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
         self.first_step_at = self.first_step_at or time.time()
 

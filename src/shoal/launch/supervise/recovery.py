@@ -6,7 +6,6 @@ Recovery is the decision to restart all ranks, the pause before, and the record.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 import sys
@@ -20,6 +19,7 @@ from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_js
 from shoal.launch.signals import Signals
 from shoal.runs.attempts import Events, instant
 from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.records import last_records
 
 # Default number of restarts in a row without a newly trained step.
 MOST = 5
@@ -170,10 +170,7 @@ class Recovery:
 
 
 def last_step(records: Path) -> int:
-    """Return the step of the last complete record; 0 if there is none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), records.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - (1 << 16)))
-        for line in reversed(file.read().splitlines(keepends=True)):
-            if line.endswith(b"\n"):
-                return int(json.loads(line)["step"])
+    """Return the step of the last complete record that counts; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return max((record.step for record in last_records(records)), default=0)
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.planner.predict.workload import Prediction
 from shoal.report.account import Account, account
+from shoal.runs.records import StepRecord
 from shoal.runs.run_files import RunFiles
 
 # For each part of a step: the planner's terms, and the spans of a rank's clock that measure them. The clock cannot
@@ -51,6 +52,12 @@ class MeasuredStep:
 
     seconds: float
     spans: Mapping[str, float]
+
+    @classmethod
+    def of(cls, record: StepRecord) -> MeasuredStep:
+        """Return the step of a record, or the mean step of a block."""
+        mean = record.per_step()
+        return cls(mean.seconds, mean.spans)
 
 
 def beside(
@@ -128,5 +135,5 @@ def account_of(files: RunFiles) -> Account:
     device = files.attempts[-1].device if files.attempts else ""
     kind = "cpu" if device == "cpu" else "gpu" if device else predicted.get("device_kind", "")
     last = files.records[-1].ranks.get("memory_bytes") if files.records else None
-    steps = [MeasuredStep(record.seconds, record.spans) for record in files.records[-1000:]]
+    steps = [MeasuredStep.of(record) for record in files.records[-1000:]]
     return account(files, beside(predicted, steps, int(last.max) if last is not None else None, str(kind)))

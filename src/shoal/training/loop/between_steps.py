@@ -106,7 +106,7 @@ class BetweenSteps:
         """
         self._fetch(True)
         with contextlib.nullcontext() if in_step else self._records.timed("checkpoint"):
-            self._records.flush()  # no checkpoint is ahead of the records
+            self._records.saves(state.step)
             self._parts.keeper.save(state, wait=wait)
 
     def evaluate(self, state: RunState) -> None:

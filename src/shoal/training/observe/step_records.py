@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import math
 import os
 import statistics
@@ -26,7 +27,8 @@ from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.attempts import Events
 from shoal.runs.directory_lock import Fence
-from shoal.runs.records import SPANS, RankTimes, Spread, StepRecord, read_steps
+from shoal.runs.record_blocks import MOST_AWAITED, OTHERS, WHOLE_STEPS, block_of, has_own_record, merged
+from shoal.runs.records import SPANS, RankTimes, Spread, StepRecord, TrainedAgain, last_records
 from shoal.training.step_clock import StepClock, StepTime
 from shoal.training.update.optimizer_step import Update
 
@@ -51,6 +53,9 @@ class Surroundings:
     events: Events = field(default_factory=lambda: Events(None))
 
 
+_MOST_TIMES = 20_000  # step times of which a training stores the median
+
+
 class StepRecords:
     """Writer of step records, once the measures of all ranks and the evaluation after the step are known."""
 
@@ -70,7 +75,8 @@ class StepRecords:
         self._slowest = mesh.rank
         self._is_watched = mesh.world_size > 1
         self._waits = RankWaits(mesh.world_size)
-        self.step_seconds: list[float] = []
+        self.step_seconds: list[float] = []  # of each step, or of every second, fourth, ... step of a long training
+        self._num_steps, self._every = 0, 1
         self._stragglers = StragglerWatch(plan, num_grains)
         self.after: dict[str, float] = {}  # seconds of work after the last record was written
 
@@ -113,7 +119,12 @@ class StepRecords:
             at=round(time.time(), 3),
             **own,
         )
-        self.step_seconds.append(seconds)
+        self._num_steps += 1
+        if self._num_steps % self._every == 0:
+            self.step_seconds.append(seconds)
+            if len(self.step_seconds) == _MOST_TIMES:
+                del self.step_seconds[::2]
+                self._every *= 2
         self.waiting.append(record)
         return record
 
@@ -161,10 +172,16 @@ class StepRecords:
         self._around.on_step(record, slowest)
 
     def flush(self) -> None:
-        """Write all records, before long work and so that no checkpoint is ahead of the records."""
+        """Write all records, before long work."""
         self._writer.flush()
 
+    def saves(self, step: int) -> None:
+        """Write all records before the checkpoint of `step`, so that no checkpoint is ahead of the records."""
+        self._writer.saves(step)
 
+
+# Bytes of the end of a file that are read at a time.
+_TAIL_BYTES = 1 << 16
 # Maximum records that wait for a disk (older ones are dropped), and the time between two attempts.
 _MOST_LATE, _RETRY_SECONDS = 10_000, 1.0
 # Records are written when this many wait, or with the first record after this time.
@@ -175,7 +192,8 @@ class RecordWriter:
     """Writer of step records, one line each. If the disk refuses, it warns once and writes the records later.
 
     Lines of short steps are written together, about 50 ms late: single writes would cost a step several times as much.
-    `forgotten` is called with the records of steps that are about to be trained again.
+    Beyond the first `whole_steps` steps, a line is of a block of steps: `runs/record_blocks.py`. Without a number, each
+    step has a line. `forgotten` is called with the records of steps that are about to be trained again.
     """
 
     def __init__(
@@ -183,18 +201,43 @@ class RecordWriter:
         path: Path | None,
         forgotten: Callable[[list[StepRecord]], None] | None = None,
         fence: Fence | None = None,
+        whole_steps: int | None = WHOLE_STEPS,
     ) -> None:
         self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
-        self._file = path.open("ab", buffering=0) if path else None
-        self._waiting: deque[StepRecord] = deque(maxlen=_MOST_LATE)
+        self._file = _opened(path) if path else None
+        self._waiting: deque[StepRecord | TrainedAgain] = deque(maxlen=_MOST_LATE)
         self._next = 0.0  # earliest time of the next write
         self._refused = False
+        self._whole_steps = whole_steps
+        self._block: list[StepRecord] = []  # records of the open block, most of them merged into the first one
+        self._saved = 0  # step of the newest checkpoint
 
     def write(self, record: StepRecord) -> None:
-        """Append one line. It is written at once, by `flush`, or with the first record after 50 ms."""
+        """Append a step. Its line is written at once, by `flush`, with the first record after 50 ms, or as a block."""
         if self._file is None:
             return
-        self._waiting.append(record)
+        if self._whole_steps is None or record.step <= self._whole_steps:
+            self._append(record)
+            return
+        is_apart = has_own_record(record)
+        if is_apart or (self._block and self._block[-1].step not in block_of(record.step, self._whole_steps)):
+            self._end_block()
+        self._block.append(record)
+        if is_apart or record.step <= self._saved:
+            self._end_block(apart=True)
+        elif len(self._block) > _TOGETHER:  # the last one stays whole, in case that the block ends with it
+            self._block = [merged(self._block[:-1]), self._block[-1]]
+
+    def _end_block(self, *, apart: bool = False) -> None:
+        """Append the open block. `apart`: its last step has a record of its own."""
+        whole = self._block[-1:] if apart else []
+        for part in (self._block[: len(self._block) - len(whole)], whole):
+            if part:
+                self._append(merged(part))
+        self._block = []
+
+    def _append(self, line: StepRecord | TrainedAgain) -> None:
+        self._waiting.append(line)
         if time.monotonic() >= self._next or (len(self._waiting) >= _TOGETHER and not self._refused):
             self.flush()
 
@@ -202,7 +245,7 @@ class RecordWriter:
         """Write the waiting lines; they keep waiting if the operating system refuses them."""
         if self._file is None or not self._waiting:
             return
-        lines = "".join(f"{record.to_line()}\n" for record in self._waiting).encode()
+        lines = "".join(f"{line.to_line(self._fence.generation)}\n" for line in self._waiting).encode()
         try:
             written = self._file.write(lines)
             if written != len(lines):  # half a line would spoil the next one
@@ -218,28 +261,40 @@ class RecordWriter:
             self._waiting.clear()
             self._next, self._refused = time.monotonic() + _TOGETHER_SECONDS, False
 
-    def forget_after(self, step: int) -> None:
-        """Drop the records of steps after `step`, which are about to be trained again."""
+    def saves(self, step: int) -> None:
+        """Write the steps up to `step`, whose checkpoint is about to be written. The open block ends with that step."""
+        self._saved = step
+        if self._block and self._block[-1].step >= step:
+            self._end_block(apart=True)
         self.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Mark the records of steps after `step`, which are about to be trained again."""
         if self._path is None or self._file is None:
             return
+        self._end_block()
+        self.flush()
+        self._saved = step
         try:
-            self._file.close()
-            records = list(read_steps(self._path))
-            for late in [one for one in self._waiting if one.step > step]:
-                self._waiting.remove(late)
-            lines = [record.to_line() + "\n" for record in records if record.step <= step]
-            self._fence.write(self._path, "".join(lines))  # a new file: an earlier generation appends to the old one
-            self._file = self._path.open("ab", buffering=0)
-            if self._forgotten is not None and len(lines) < len(records):
-                self._forgotten([record for record in records if record.step > step])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            late = last_records(self._path, after=step)
+        except OSError as error:
             self._waiting.clear()
             self.close()
             warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
+            return
+        for one in [one for one in self._waiting if isinstance(one, StepRecord) and one.step > step]:
+            self._waiting.remove(one)
+        if late:
+            self._fence.check()
+            self._waiting.append(TrainedAgain(step))
+            self.flush()
+            if self._forgotten is not None:
+                self._forgotten(late)
 
     def close(self) -> None:
-        """Write the waiting lines if possible, and close the file."""
+        """Write the open block and the waiting lines if possible, and close the file."""
+        if self._file is not None:
+            self._end_block(apart=True)
         self.flush()
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -247,10 +302,21 @@ class RecordWriter:
             self._file = None
 
 
+def _opened(path: Path) -> io.FileIO:
+    """Open a file of lines to append to, and remove an incomplete last line, which a killed process left."""
+    file = path.open("a+b", buffering=0)
+    end = size = file.seek(0, os.SEEK_END)
+    last = b""
+    while end and b"\n" not in last:
+        end = max(0, end - _TAIL_BYTES)
+        file.seek(end)
+        last = file.read(size - end)
+    if not last.endswith(b"\n"):
+        file.truncate(end + last.rfind(b"\n") + 1)
+    return file
+
+
 _LEAST_STEPS = 10
-# Maximum slowest ranks per record, so that a record has only a few numbers per rank.
-_MOST_AWAITED = 4
-_OTHERS = -1
 
 
 class RankWaits:
@@ -278,9 +344,9 @@ class RankWaits:
         if self._steps < self._every:
             return None
         ordered = sorted(self._waits, key=lambda rank: -float(self._waits[rank].sum()))
-        waits = {rank: _rounded(self._waits[rank]) for rank in ordered[:_MOST_AWAITED]}
-        if rest := ordered[_MOST_AWAITED:]:
-            waits[_OTHERS] = _rounded(np.sum([self._waits[rank] for rank in rest], axis=0))
+        waits = {rank: _rounded(self._waits[rank]) for rank in ordered[:MOST_AWAITED]}
+        if rest := ordered[MOST_AWAITED:]:
+            waits[OTHERS] = _rounded(np.sum([self._waits[rank] for rank in rest], axis=0))
         times = RankTimes(self._steps, _rounded(np.asarray(self._busy)), waits)
         self.clear()
         return times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,24 @@ from shoal.errors import PeerError, RankLostError, ShoalError, UserCodeError
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.recovery import Recovery, last_step
 from shoal.runs.directory import RunDirectory
+from shoal.runs.records import StepRecord
+
+RECORD = StepRecord(
+    step=1,
+    epoch=0,
+    samples=8,
+    num_samples=8,
+    loss=0.5,
+    weight=8.0,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    loss_scale=None,
+    seconds=1.0,
+    spans={},
+    ranks={},
+    memory_bytes=1,
+    digest="",
+)
 
 
 def lost(rank: int = 1, how: str = "it was killed by SIGKILL") -> RankLostError:
@@ -25,7 +44,8 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def reach(directory: RunDirectory, step: int) -> None:
-    directory.records.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": {step + 1}, cut', encoding="utf-8")
+    whole = "".join(f"{replace(RECORD, step=number).to_line()}\n" for number in (1, step))
+    directory.records.write_text(f'{whole}{{"step": {step + 1}, cut', encoding="utf-8")
 
 
 def test_the_last_whole_record_counts(directory: RunDirectory) -> None:

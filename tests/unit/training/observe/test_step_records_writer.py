@@ -10,7 +10,7 @@ import pytest
 
 import shoal.training.observe.step_records
 import shoal.training.step_clock
-from shoal.runs.records import StepRecord, read_steps
+from shoal.runs.records import StepRecord, last_records, read_steps
 from shoal.training.observe.step_records import RecordWriter
 
 RECORD = StepRecord(
@@ -139,25 +139,39 @@ def test_late_records_of_steps_that_are_trained_again_are_left_out(
 ) -> None:
     path = tmp_path / "records.jsonl"
     writer = RecordWriter(path)
-    monkeypatch.setattr(writer, "_file", Refusing(writer._file, 0))
+    disk = Refusing(writer._file, 0)
+    monkeypatch.setattr(writer, "_file", disk)
     with pytest.warns(RuntimeWarning, match="kept until"):
         writer.write(replace(RECORD, step=1))
     for step in (2, 3):
         writer.write(replace(RECORD, step=step))
     writer.forget_after(1)
     writer.write(replace(RECORD, step=2, epoch=9))
+    disk.room = 1 << 20
     writer.close()
     assert [(record.step, record.epoch) for record in read_steps(path)] == [(1, RECORD.epoch), (2, 9)]
 
 
-def test_a_damaged_file_of_records_warns(tmp_path: Path) -> None:
+def test_records_go_on_after_a_damaged_line(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text("{}\n")
     writer = RecordWriter(path)
+    writer.write(replace(RECORD, step=7))
+    writer.forget_after(1)
+    writer.write(replace(RECORD, step=2))
+    writer.close()
+    assert path.read_text().startswith("{}\n")
+    assert [record.step for record in last_records(path, after=0)] == [2]
+
+
+def test_a_file_that_is_gone_warns(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path)
+    path.unlink()
     with pytest.warns(RuntimeWarning, match="no more step records"):
         writer.forget_after(1)
     writer.write(RECORD)
-    assert path.read_text() == "{}\n"
+    assert not path.exists()
 
 
 def test_a_writer_without_a_file_does_nothing() -> None:
