@@ -70,7 +70,7 @@ COMMANDS = {
             "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch"),
             "where it runs": ("on", "dry_run"),
             "length and evaluations": ("steps", "evaluate_every"),
-            "output": ("out", "track", "trace", "private", "no_source", "no_telemetry"),
+            "output": ("out", "track", "trace", "private", "no_source", "records", "no_telemetry"),
             "precision and proof": ("precision", "exact", "verify", "require_certificate"),
             "checkpoints and recovery": (
                 *("resume", "resume_if_exists", "accept_changes", "checkpoint_every", "keep_checkpoints"),
