@@ -19,8 +19,13 @@ from tests.sharing import Shared
 FORKING = ("bugs", "conformance", "ranks")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """GPUs are seen where tests/gpu alone is run: all other tests mean processes on cores, of which one has many."""
+    # Messages are matched as whole sentences. How they fit a terminal is in tests/starting/test_terminal_words.py.
+    writer = config.get_terminal_writer()
+    writer.fullwidth = writer.fullwidth
+    os.environ["COLUMNS"] = "2000"
     # As in the background of a script, or under nohup: what tests start is asked to stop by these too.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
         if signal.getsignal(number) is signal.SIG_IGN:

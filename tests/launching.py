@@ -40,7 +40,7 @@ _MARK = "SHOAL_TEST_MARK"
 TOLD = "SHOAL_TEST_TOLD"
 _ERROR = re.compile(
     r"^error(?: on rank (?P<rank>\d+)(?: \((?P<host>[^)]+)\))?| on (?P<alone>\S+))?: (?P<kind>\w+)"
-    r"(?P<short>: \S.*; to do: \S.*)?$",
+    r"(?:: (?P<conflict>\S.*))?$",
     re.MULTILINE,
 )
 _BEATS = ("  you gave:", "  conflicts with:", "  write instead:")
@@ -126,12 +126,14 @@ class Ended:
         found = list(_ERROR.finditer(self.stderr))
         assert len(found) == 1, f"{len(found)} errors are told\n{self.stderr}"
         lines = self.stderr[found[0].end() + 1 :].splitlines()
+        if found[0]["conflict"]:
+            lines.append(f"  conflicts with: {found[0]['conflict']}")
         beats = [line.removeprefix(beat).strip() for beat in _BEATS for line in lines if line.startswith(beat)]
         assert len(beats) == len(_BEATS), f"not three beats\n{self.stderr}"
         assert all(beats), f"an empty beat\n{self.stderr}"
         rank, host = found[0]["rank"], found[0]["host"] or found[0]["alone"]
         assert rank is None or host, f"a rank without its host\n{self.stderr}"
-        assert bool(host) == bool(found[0]["short"]), f"a first line without cause and remedy\n{self.stderr}"
+        assert bool(host) == bool(found[0]["conflict"]), f"a first line without the cause\n{self.stderr}"
         # Of a rank that crashed the interpreter shows its stack, which in a fork begins with what has forked it.
         assert "Traceback (most recent call last)" not in self.output, self.output
         return Message(found[0][0], found[0]["kind"], rank, host, *beats)

@@ -5,12 +5,12 @@ Each exception class also derives from the built-in exception that it refines.
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
-
-# Maximum number of characters of the cause, and of the remedy, in an error's first line.
-_SHORT = 120
 
 
 def text_of(error: BaseException) -> str:
@@ -61,38 +61,57 @@ class ShoalError(Exception):
         return (_rebuild, (type(self), self.given, self.conflict, self.remedy))
 
     def render(self) -> str:
-        """Return the message for the terminal: a first line with rank and type, then given, conflict and remedy.
+        """Return the message for the terminal: a first line, then given, conflict and remedy, each once.
 
-        The first line of a rank's failure also has the cause and the remedy, truncated, since people often search logs
-        for that line only.
+        A failure with a place has place and conflict in the first line, since people often search logs for that line.
         """
-        where, short = "", ""
+        where, beats = "", {"you gave:": self.given, "conflicts with:": self.conflict, "write instead:": self.remedy}
         if self.rank is not None:
             where = f" on rank {self.rank}" + (f" ({self.host})" if self.host else "")
         elif self.host:
             where = f" on {self.host}"
-        if where:
-            short = f": {_short(self.conflict)}; to do: {_short(self.remedy)}"
-        return (
-            f"error{where}: {type(self).__name__}{short}\n"
-            f"  you gave:       {_indent(self.given)}\n"
-            f"  conflicts with: {_indent(self.conflict)}\n"
-            f"  write instead:  {_indent(self.remedy)}"
-            + (f"\n  traceback:      {self.traceback_file}" if self.traceback_file else "")
-        )
+        first = f"error{where}: {type(self).__name__}"
+        lines = [folded(f"{first}: {beats.pop('conflicts with:').strip()}" if where else first, 2)]
+        if self.traceback_file:
+            beats["traceback:"] = self.traceback_file
+        return "\n".join([*lines, *(folded(f"  {name:<15} {text.strip()}", 18) for name, text in beats.items())])
 
 
 def _rebuild(kind: type[ShoalError], given: str, conflict: str, remedy: str) -> ShoalError:
     return kind(given=given, conflict=conflict, remedy=remedy)
 
 
-def _indent(text: str) -> str:
-    return text.strip().replace("\n", "\n" + " " * 18)
+def terminal_width() -> int:
+    """Return the columns of the terminal, or 80 without one."""
+    return shutil.get_terminal_size((80, 24)).columns
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.strip().partition("\n")[0].partition("; ")[0].split())
-    return line if len(line) <= _SHORT else line[: _SHORT - 4].rstrip() + " ..."
+def folded(text: str, indent: int | None = None) -> str:
+    """Break a text between words where it is wider than the terminal. A path, an address or a name stays whole.
+
+    `indent`: blanks before the lines that follow. Default: they align with the text after a label and two blanks, else
+        two more than the line has itself.
+    """
+    lines, width = [], max(40, terminal_width())
+    for number, line in enumerate(text.splitlines()):
+        label = re.match(r"\s*\S+( \S+){0,2}  +(?=\S)", line)
+        own = len(label[0]) if label and len(label[0]) <= 24 else len(line) - len(line.lstrip()) + 2
+        later = " " * (own if indent is None else indent)
+        line = later + line if number and indent is not None else line
+        while len(line) > width:
+            end = line.rfind(" ", len(later) + 1, width + 1)
+            end = line.find(" ", width) if end < 0 else end
+            if end < 0:
+                break
+            lines.append(line[:end].rstrip())
+            line = later + line[end:].lstrip()
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def say_note(text: str) -> None:
+    """Print a note to the standard error stream."""
+    print(folded(f"note: {text}"), file=sys.stderr, flush=True)
 
 
 class CommandError(ShoalError, ValueError):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "engines_wrong_set_ups.md"
 _BEATS = re.compile(r"you gave: +(?P<given>.*?)\n +conflicts with: +(?P<conflict>.*?)\n +write instead:", re.DOTALL)
+_OF_RANK = re.compile(r"^error on .*?: \w+: (?P<conflict>.*?)\n +you gave: +(?P<given>.*?)\n", re.DOTALL | re.MULTILINE)
 _HEAD = """\
 # Wrong set-ups
 
@@ -32,10 +33,14 @@ def note(name: str, began: float, said: str) -> None:
     rows = os.environ.get("SHOAL_WRONG_TABLE")
     if rows is None:
         return
-    found = _BEATS.findall(said)
-    given, conflict = found[-1] if found else ("", said.strip().splitlines()[-1])
+    found = [*_OF_RANK.finditer(said), *_BEATS.finditer(said)]
+    last = found[-1] if found else {"given": "", "conflict": said.strip().splitlines()[-1]}
     with open(rows, "a", encoding="utf-8") as file:
-        row = {"name": name, "message": _short(f"{given}: {conflict}"), "seconds": round(time.monotonic() - began, 1)}
+        row = {
+            "name": name,
+            "message": _short(f"{last['given']}: {last['conflict']}"),
+            "seconds": round(time.monotonic() - began, 1),
+        }
         file.write(json.dumps(row) + "\n")
 
 

@@ -70,7 +70,7 @@ def test_all_damaged(devices: int, out: Path) -> None:
     for folder in folders:
         spoil(folder / "model.safetensors", 200)
     ended = resume(out, devices).fails(74)
-    assert all(text in ended.stderr for text in ("you gave", "conflicts with", "write instead"))
+    assert all(text in ended.stderr for text in ("you gave", "write instead"))
     assert "Traceback" not in ended.output
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == [f"{f.name}.bad" for f in folders]
     # Asked again, it does not start from nothing either.

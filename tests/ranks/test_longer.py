@@ -81,7 +81,7 @@ def test_another_default_in_the_file(tmp_path: Path) -> None:
 @parametrize(
     ("changes", "named"),
     [
-        ({"lr": 0.2}, "the setting lr: 0.1 -> 0.2\n  conflicts with: the run to resume has another optimizer"),
+        ({"lr": 0.2}, "the run to resume has another optimizer\n  you gave:       the setting lr: 0.1 -> 0.2"),
         ({"epochs": 3, "lr": 0.2}, "the setting lr: 0.1 -> 0.2\n"),
         ({"lr": 0.2, "function": "leaving"}, "the setting lr: 0.1 -> 0.2\n"),
         ({"lr": 0.2, "function": "by_attribute"}, "the run to resume has another optimizer"),

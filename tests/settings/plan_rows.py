@@ -413,7 +413,7 @@ DATA: Table = {
         lambda ended: sorted(set(ended.told("readers")) - {"rank"}),
         ["0", "1"],
     ),
-    "data.workers: of tensors": Says(planned(data={"workers": 2}), "2 worker process(es) a rank"),
+    "data.workers: of tensors": Says(planned(data={"workers": 2}), "2 worker processes a rank"),
     "data.workers: of a stream": Says(
         planned(1, "--set", "change=stream", data={"workers": 2}), "data.workers = 2: no effect"
     ),

@@ -67,20 +67,42 @@ def test_three_beats_one_a_line() -> None:
         "  write instead:  write one",
     ]
     error.rank, error.host = 3, "somewhere"
-    headline, rest = error.render().split("\n", 1)
-    assert headline == "error on rank 3 (somewhere): PlanError: it is; to do: write one"
-    assert rest.splitlines()[0] == "  you gave:       a plan"
+    assert error.render().splitlines() == [
+        "error on rank 3 (somewhere): PlanError: it is",
+        "  two lines",
+        "  you gave:       a plan",
+        "  write instead:  write one",
+    ]
 
 
-def test_a_ranks_failure_is_told_in_one_line_however_long_it_is() -> None:
-    error = errors.RankLostError(given="g", conflict="words " * 100 + "; more", remedy="do this; or that")
+def test_a_message_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    error = errors.RankLostError(given="g", conflict="words " * 100 + "; more", remedy="do this " * 20)
     error.rank, error.host = 1, "h"
-    headline = error.render().partition("\n")[0]
-    assert headline.startswith("error on rank 1 (h): RankLostError: words words")
-    assert headline.endswith(" ...; to do: do this")
-    assert len(headline) < 200
-    error.conflict = "/a/long/path" * 20
-    assert "RankLostError: /a/long/path" in error.render()
+    lines = error.render().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0].startswith("error on rank 1 (h): RankLostError: words words")
+    assert lines[1].startswith("  words words")
+    assert lines[-1].startswith("                  ")
+    error.conflict = path = "/a/long/path" * 20
+    assert error.render().splitlines()[:2] == ["error on rank 1 (h): RankLostError:", f"  {path}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("  devices     two processes on the two cores", "  devices     two processes on the two\n              cores"),
+        ("three words and then some more of those", "three words and then some more of those"),
+        ("three words and then some more of the rest", "three words and then some more of the\n  rest"),
+        ("  one of several indented words of the text", "  one of several indented words of the\n    text"),
+        ("short", "short"),
+        ("a\n\nb", "a\n\nb"),
+        ("x" * 50 + " y", "x" * 50 + "\n  y"),
+    ],
+)
+def test_long_lines_break_between_words(monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert errors.folded(text) == expected
 
 
 def test_the_nearest_name() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.options import BenchOptions
-from shoal.errors import CommandError
+from shoal.errors import CommandError, folded
 from shoal.hardware import device as catalogued
 from shoal.hardware import dump
 from shoal.hardware.cluster_names import of_cores
@@ -71,7 +71,7 @@ def bench(options: BenchOptions) -> int:
     if options.what == "collectives":
         code = bench_collectives(ranks, options.sizes, out)
         if busy.share() >= _BUSY_SHARE:
-            print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
+            print(folded(f"note: other programs used {busy.share():.0%} of the cores; run it again when idle"))
         return code
     measured = _measurements(ranks, options.quick, bool(gpu_names))
     cluster = undisturbed(divided(assembled(measured, gpu_names), options.quick), busy.share())
@@ -95,10 +95,10 @@ def bench(options: BenchOptions) -> int:
     own_file.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (own_file, out)):
         write_file(path, text)
-    print(summary(cluster))
+    print(folded(summary(cluster)))
     for note in cluster.notes:
-        print(f"note: {note}")
-    print(f"written: {own_file}, which --cluster here reads" + (f", and {out}" if out else ""))
+        print(folded(f"note: {note}"))
+    print(folded(f"written: {own_file}, which --cluster here reads" + (f", and {out}" if out else "")))
     return 0
 
 

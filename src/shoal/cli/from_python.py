@@ -20,7 +20,7 @@ from shoal.cli.options import EvaluateOptions, ExportOptions, PlanOptions, Predi
 from shoal.cli.run.choose_plan import with_plan
 from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
 from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
-from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
+from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError, say_note
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, called, parameters_of, with_config
 from shoal.jobs.job_object import function_name, hand_over, hand_over_value, is_job, place_of
@@ -159,7 +159,7 @@ def run(
             else:
                 with claimed(request) as (request, lock):
                     for note in request.notes():
-                        print(f"note: {note}", file=sys.stderr)
+                        say_note(note)
                     stream, shown = progress_stream(other_stream())
                     request = replace(request, shown_elsewhere=shown)
                     if request.what.needs_look and not signals.received:  # only that shows whether ranks can start

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from shoal.cli.commands import COMMANDS, add_command, overview
-from shoal.errors import CommandError, SettingWarning, ShoalError
+from shoal.errors import CommandError, SettingWarning, ShoalError, say_note
 from shoal.launch.environment import FORK_FD
 from shoal.launch.signals import exiting
 from shoal.runs.options import options_of
@@ -65,7 +65,7 @@ def _end_without_threads(code: int) -> None:
     def end() -> None:
         left = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not own)
         with contextlib.suppress(OSError):
-            print(f"note: not waited for threads that the job's code has left: {left}", file=sys.stderr, flush=True)
+            say_note(f"not waited for threads that the job's code has left: {left}")
         os._exit(code)
 
     own = threading.main_thread()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.cli.options import ReportOptions, WatchOptions
-from shoal.errors import CommandError, ExitCode, RunDirectoryError
+from shoal.errors import CommandError, ExitCode, RunDirectoryError, folded, say_note
 from shoal.planner.calibrate.comparison import account_of
 from shoal.report.account import Account, status_of
 from shoal.report.openmetrics import openmetrics
@@ -33,9 +33,9 @@ def report(options: ReportOptions) -> ExitCode:
         return ExitCode.DONE
     for one in accounts:
         ended = f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}"
-        print(cut(ended, len(ended)))
+        print(folded(cut(ended, len(ended))))
         if one.blocks is not None:
-            print(f"{one.blocks}\n  sums are exact; medians and curves use the mean of each block")
+            print(folded(f"{one.blocks}\n  sums are exact; medians and curves use the mean of each block"))
     both = [(one, read.records) for one, read in zip(accounts, files, strict=True)]
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
     default = files[0].output_folder / "report.html" if len(both) == 1 else Path("report.html")
@@ -87,7 +87,7 @@ def watch(options: WatchOptions) -> ExitCode:
                     watched.look()
                 except (RunDirectoryError, OSError) as error:
                     if watched.files.address is not None and error.__cause__ is not None:  # connection failed
-                        print(f"note: {error}; looking again", file=sys.stderr)
+                        say_note(f"{error}; looking again")
                         continue
                     watched.gone = True
                     break
@@ -96,7 +96,7 @@ def watch(options: WatchOptions) -> ExitCode:
                 seconds = time.process_time() - began - watched.accounting
             show()
         if watched.gone:
-            print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
+            say_note(f"{options.run} is gone; that was the last of it")
         return ExitCode.DONE
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import RunsOptions
-from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, nearest
+from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, folded, nearest, terminal_width
 from shoal.jobs.secret_settings import is_hidden
 from shoal.report.quantities import seconds, short
 from shoal.runs.attempts import read_attempts
@@ -48,7 +47,6 @@ _TEXTS: dict[str, Callable[[RunEntry], str]] = {
     "time": lambda one: seconds(one.seconds),
     "size": lambda one: _bytes(one.size),
 }
-_WIDTH = 80
 _MOST_SETTINGS, _SETTING_WIDTH = 3, 12  # settings that differ between runs and have a column
 
 
@@ -134,7 +132,7 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
     elif not entries:
         print("no run here, or none that the filters let through")
     else:
-        print("\n".join(table(entries, _width())))
+        print("\n".join(table(entries, terminal_width())))
         total = sum(one.size for one in entries)
         print(f"{len(entries)} run{'s' if len(entries) > 1 else ''}, {_bytes(total)}")
     return ExitCode.DONE
@@ -180,7 +178,7 @@ def table(entries: Sequence[RunEntry], width: int) -> list[str]:
 def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
     """Print what differs between runs, as `shoal report A B` computes it, and their results."""
     from shoal.planner.calibrate.comparison import account_of
-    from shoal.report.several_runs import differing, named
+    from shoal.report.several_runs import differing, in_cells, named
     from shoal.runs.address import is_address
     from shoal.runs.run_files import run_reader
 
@@ -192,29 +190,24 @@ def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
         accounts.append((account_of(files), files.records))
     runs = named(accounts)
     names = [one.name for one in runs]
-    rows, results = differing([one.account for one in runs]), []
-    for label, values in (
-        ("state", [one.account.status for one in runs]),
-        ("steps", [str(one.account.steps) for one in runs]),
-        ("training loss", [short(one.account.loss) for one in runs]),
-        *(
-            (f"evaluation {metric}", [short(_last_metric(one.account, metric)) for one in runs])
-            for metric in dict.fromkeys(name for one in runs for e in one.account.evaluations for name in e.metrics)
-        ),
-        ("time", [seconds(one.account.wall.busy_seconds) for one in runs]),
-        ("weights", [str(one.account.result.get("weights_sha256") or "-")[: None if as_json else 16] for one in runs]),
-    ):
-        results.append([label, *values])
+    differences, results = differing([one.account for one in runs]), dict[str, list[Any]]()
+    results["state"] = [one.account.status for one in runs]
+    results["steps"] = [one.account.steps for one in runs]
+    results["training loss"] = [one.account.loss for one in runs]
+    for metric in dict.fromkeys(name for one in runs for e in one.account.evaluations for name in e.metrics):
+        results[f"evaluation {metric}"] = [_last_metric(one.account, metric) for one in runs]
+    results["seconds" if as_json else "time"] = [one.account.wall.busy_seconds for one in runs]
+    results["weights"] = [one.account.result.get("weights_sha256") for one in runs]
     if as_json:
-        document = {
-            "runs": names,
-            "differences": {name: values for name, *values in rows},
-            "results": {name: values for name, *values in results},
-        }
-        print(json.dumps(document, indent=2))
+        print(json.dumps({"runs": names, "differences": differences, "results": results}, indent=2, default=str))
         return ExitCode.DONE
+    results["time"] = [seconds(value) for value in results["time"]]
+    results["weights"] = [str(value or "-")[:16] for value in results["weights"]]
+    for name, values in results.items():
+        results[name] = [short(value) if isinstance(value, float) else value for value in values]
+    rows = in_cells(differences)
     print("\n".join(_beside(["what differs", *names], rows) if rows else ["job, code, plan and versions are the same"]))
-    print("\n" + "\n".join(_beside(["result", *names], results)))
+    print("\n" + "\n".join(_beside(["result", *names], in_cells(results))))
     return ExitCode.DONE
 
 
@@ -225,7 +218,7 @@ def _last_metric(account: Any, name: str) -> float | None:
 
 def _beside(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table's lines; a row that is too wide for the terminal has a line for each run."""
-    width = _width()
+    width = terminal_width()
     narrow = [row for row in (head, *rows) if sum(map(len, row)) + 2 * len(row) <= width]
     widths = [max(map(len, column)) for column in zip(*narrow, strict=True)] if narrow else []
     while len(narrow) > 1 and sum(widths) + 2 * len(widths) > width:  # the widest row goes to lines of its own
@@ -274,7 +267,8 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
         print(entry.path)
         for name, text in facts:
             if text:
-                print(f"  {name.ljust(room)}  {text}")
+                line = f"  {name.ljust(room)}  {text}"
+                print(line if name == "command" else folded(line, room + 4))
     if as_json:
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
     return ExitCode.DONE
@@ -399,7 +393,7 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         check_removable(Path(one.path))
     if not options.json:
         for one in entries:
-            print(f"{one.path}  {one.state}, step {one.steps}, {_bytes(one.size)}")
+            print(folded(f"{one.path}  {one.state}, step {one.steps}, {_bytes(one.size)}", 2))
     if entries and not options.yes:
         total = _bytes(sum(one.size for one in entries))
         question = f"delete {len(entries)} run{'s' if len(entries) > 1 else ''}, {total}? [y/N] "
@@ -445,10 +439,6 @@ def _bytes(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
 
 
 def _refusal(given: str, conflict: str, remedy: str) -> CommandError:

@@ -25,7 +25,7 @@ from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import CommandError, ExitCode, nearest
+from shoal.errors import CommandError, ExitCode, folded, nearest
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, with_settings_of
@@ -225,7 +225,9 @@ def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) 
             print(json.dumps(document), flush=True)
         elif mesh.rank == 0:
             weights = "averaged weights of step" if request.ema else "step"
-            print(f"{request.shown} {weights} {saved.step}, {described(verdict.plan)}: {count} samples evaluated")
+            print(
+                folded(f"{request.shown} {weights} {saved.step}, {described(verdict.plan)}: {count} samples evaluated")
+            )
             for name, value in metrics.items():
                 print(f"  {name} {value:.6g}")
             sys.stdout.flush()
@@ -275,7 +277,9 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
             predictions.write()
     if environment.rank == 0 and not request.quiet:
         weights = "averaged weights of step" if request.ema else "step"
-        print(f"{request.shown} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
+        print(
+            folded(f"{request.shown} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
+        )
     return ExitCode.DONE
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 from dataclasses import replace
 
 from shoal.data.opened import opened
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process, seed_loading
-from shoal.errors import ExitCode, PlanError
+from shoal.errors import ExitCode, PlanError, folded
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load
 from shoal.plans.plan import described
+from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest
@@ -40,13 +40,10 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
                 conflict="its gradients are of older parameters: it does not compute what one process computes",
                 remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
             )
-        print(
-            f"verifying          {request.what.job.target}: {num_steps} steps on "
-            f"{request.what.plan.num_processes} process(es)",
-            flush=True,
-        )
+        steps, processes = several(num_steps, "step"), several(request.what.plan.num_processes, "process")
+        _say("verifying", f"{request.what.job.target}: {steps} on {processes}")
         if request.what.plan.num_processes == 1:
-            print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
+            _say("note", "one process is compared with one: say --devices N for a parallel run")
 
         assert request.what.judged is not None, "a request to verify is looked at"
         plan = request.what.judged.plan.uncompressed
@@ -68,7 +65,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         outcome = read_outcome(folder / "parallel")
         plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
         parallel_seconds = time.monotonic() - began
-        print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
+        _say("parallel run", f"done after {parallel_seconds:.1f} s; computing the references")
         prepare_process(plan.execution.exact, cores())
         seed_loading()
         loaded = load(request.what.job)
@@ -79,16 +76,14 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
         mode = "exact" if plan.execution.exact else "fast"
         kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
-        print(f"layout             {described(plan)}; {mode}; parameters {kind}; {verdict.num_steps} steps")
+        _say("layout", f"{described(plan)}; {mode}; parameters {kind}; {several(verdict.num_steps, 'step')}")
         for note in verdict.notes:
-            print(f"note               {note}")
-        cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
-        print(f"cost               {cost}")
-        print(verdict.render())
-        sys.stdout.flush()
+            _say("note", note)
+        _say("cost", f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references")
+        print(folded(verdict.render()), flush=True)
         document = certificate(verdict, loaded, plan, parallel_seconds)
         write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
-        print(f"written            {request.where.shown}/certificate.json")
+        _say("written", f"{request.where.shown}/certificate.json")
         return ExitCode.DONE if verdict.verified else ExitCode.FAILED
     except Exception as error:
         failure = as_shoal_error(error)
@@ -96,3 +91,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         raise failure from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(label: str, text: str) -> None:
+    print(folded(f"{label:<18} {text}", 19), flush=True)

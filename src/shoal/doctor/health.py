@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shoal.doctor.host_facts import HostFacts
+from shoal.errors import folded
 from shoal.hardware.detect import within_quota
 
 _GIB = 1 << 30
@@ -349,9 +350,9 @@ def lines(host: str, checks: tuple[HealthCheck, ...]) -> list[str]:
     width = max(len(check.subject) for check in checks)
     text = [host]
     for check in checks:
-        text.append(f"  {_SIGNS[check.severity]:<5} {check.subject:<{width}}  {check.seen}")
+        text.append(folded(f"  {_SIGNS[check.severity]:<5} {check.subject:<{width}}  {check.seen}", width + 10))
         if check.remedy:
-            text.append(f"        {'':<{width}}  -> {check.remedy}")
+            text.append(folded(f"        {'':<{width}}  -> {check.remedy}", width + 13))
     faults, slow = (sum(c.severity is s for c in checks) for s in (Severity.ERROR, Severity.WARNING))
     if not faults and not slow:
         return [*text, "nothing stands in the way of training here"]

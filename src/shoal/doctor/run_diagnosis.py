@@ -16,7 +16,7 @@ from shoal.doctor.causes import LostTime, Remedy, causes
 from shoal.doctor.read_backs import lost_in, places_of, read_backs
 from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
-from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError
+from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError, folded
 from shoal.jobs.job_file import load, parse_target
 from shoal.jobs.secret_settings import without_hidden
 from shoal.jobs.settings import setting_text
@@ -84,7 +84,7 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
         remedies = best_remedies(run_diagnosis.causes, run_diagnosis.chosen)[:_BEST] if try_out else []
         if remedies:
             trial = trial_job(str(job), files, times, steps or trial_steps(times, remedies))
-            results = tried(trial, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+            results = tried(trial, remedies, lambda text: print(folded(text), file=sys.stderr, flush=True))
         if as_json:
             print(json.dumps(_document(run, run_diagnosis, plans, results), indent=2))
         else:
@@ -96,7 +96,7 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
                 rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
                 beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
                 lines.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
-            print("\n".join(lines))
+            print("\n".join(line if "shoal run JOBFILE" in line else folded(line) for line in lines))
 
 
 def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
@@ -235,11 +235,14 @@ def _lines(path: str, result: RunDiagnosis, plans: dict[str, Path]) -> list[str]
         lines.append(f"note: the planner was not asked: {result.unasked}")
     if times.spread[1] > _UNSTEADY:
         low, high = times.spread
-        lines.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
-        lines.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
+        lines.append(
+            f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median: other programs, "
+            "clocks, or work that not each step has; shoal doctor examines the machine"
+        )
     if times.blocks is not None:
-        lines.append(f"note: {times.blocks}")
-        lines.append("   each of its steps counts with the block's mean, so single slow steps do not show")
+        lines.append(
+            f"note: {times.blocks}; each of its steps counts with the block's mean, so single slow steps do not show"
+        )
     if times.wall > 0.0:
         share = times.start_up / times.wall
         lines.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")

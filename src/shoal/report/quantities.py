@@ -18,6 +18,12 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.0f} us"
 
 
+def several(number: int, noun: str) -> str:
+    """Return a number of things: "1 process", "2 processes"."""
+    plural = "es" if noun.endswith("s") or noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
 def rate(value: float) -> str:
     """Return a rate with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -89,7 +89,7 @@ def run_page(account: Account, records: Sequence[StepRecord]) -> ReportPage:
     parts += [_step(account, records), _ranks(account, records), _wall(account), _volumes(account)]
     server = account.result.get("server")
     if isinstance(server, dict):
-        pushes = [[name, text] for name, text in flat(server) if name != "incidents"]
+        pushes = [[name, str(value)] for name, value in flat(server) if name != "incidents"]
         words = "Staleness is the number of updates between a step's pull of the parameters and its own update."
         tables = [("Pushes", Table(["of the pushes", "value"], pushes))]
         parts.append(Part("server", "Parameter server", [words], tables=tables))
@@ -299,8 +299,8 @@ def _samples(account: Account) -> Part:
 
 
 def _settings(account: Account) -> Part:
-    job = [[name, text] for name, text in flat(account.job) if not name.startswith(("versions", "code"))]
-    plan = [[name, text] for name, text in flat(account.plan) if not name.startswith("prediction")]
+    job = [[name, str(value)] for name, value in flat(account.job) if not name.startswith(("versions", "code"))]
+    plan = [[name, str(value)] for name, value in flat(account.plan) if not name.startswith("prediction")]
     versions = [[name, str(value)] for name, value in account.versions.items()]
     tables = [
         ("Versions", Table(["of", "version"], versions)),
@@ -310,14 +310,14 @@ def _settings(account: Account) -> Part:
     return Part("settings", "Versions and settings", tables=[t for t in tables if t[1].rows], folded=True)
 
 
-def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return dotted names and values as text from a nested table."""
-    rows = []
+def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return dotted names and values from a nested table."""
+    rows: list[tuple[str, Any]] = []
     for name, value in document.items():
         if isinstance(value, Mapping) and value:
             rows += flat(value, f"{prefix}{name}.")
         else:
-            rows.append((f"{prefix}{name}", str(value)))
+            rows.append((f"{prefix}{name}", value))
     return rows
 
 

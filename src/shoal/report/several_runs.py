@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.report.account import Account, number, numbers, section
 from shoal.report.curves import (
@@ -114,28 +115,33 @@ def overlaid(key: str, title: str, runs: Sequence[RunCurves], read: Reader) -> C
     return Chart(key, title, x, curves, Table(["run", "samples", title.lower()], rows), x_name="samples")
 
 
-def differing(accounts: Sequence[Account]) -> list[list[str]]:
-    """Return what differs between runs: rows of a name and each run's value, of job, code, data, plan and versions."""
-    of_runs: list[dict[str, str]] = []
+def differing(accounts: Sequence[Account]) -> dict[str, list[Any]]:
+    """Return what differs between runs: each run's value, or None, by name, of job, code, data, plan and versions."""
+    of_runs: list[dict[str, Any]] = []
     for account in accounts:
         no_settings = ("versions", "lengths", "given", "file_sha256", "data", "code")
-        texts = {name: text for name, text in flat(account.job) if name.partition(".")[0] not in no_settings}
-        texts |= {f"code.{name}": text[:8] for name, text in flat(section(account.job, "code"))}
+        values = {name: value for name, value in flat(account.job) if name.partition(".")[0] not in no_settings}
+        values |= {f"code.{name}": str(digest)[:8] for name, digest in flat(section(account.job, "code"))}
         for name, digests in section(account.job, "data").items():
-            texts[f"data.{name}"] = hashlib.sha256(str(digests).encode()).hexdigest()[:8]
-        texts |= {name: text for name, text in flat(account.plan) if not name.startswith("prediction.")}
-        texts |= {f"versions.{name}": str(value) for name, value in account.versions.items()}
-        of_runs.append(texts)
-    rows = []
+            values[f"data.{name}"] = hashlib.sha256(str(digests).encode()).hexdigest()[:8]
+        values |= {name: value for name, value in flat(account.plan) if not name.startswith("prediction.")}
+        values |= {f"versions.{name}": str(value) for name, value in account.versions.items()}
+        of_runs.append(values)
+    rows: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
-        values = [of_run.get(name, "-") for of_run in of_runs]
-        if len(set(values)) > 1:
-            rows.append([name, *values])
+        of_name = [of_run.get(name) for of_run in of_runs]
+        if any(value != of_name[0] for value in of_name):
+            rows[name] = of_name
     return rows
 
 
+def in_cells(rows: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    """Return the rows of a table from values by name."""
+    return [[name, *("-" if value is None else str(value) for value in values)] for name, values in rows.items()]
+
+
 def _differences(runs: Sequence[RunCurves]) -> Part:
-    rows = differing([run.account for run in runs])
+    rows = in_cells(differing([run.account for run in runs]))
     words = "Of all settings, code, data, plan and versions these differ."
     words = words if rows else "Job, code, data, plan and versions are the same."
     tables = [("", Table(["setting", *(run.name for run in runs)], rows))] if rows else []

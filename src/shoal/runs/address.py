@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from shoal.errors import CommandError, RunDirectoryError, StorageError
+from shoal.errors import CommandError, RunDirectoryError, StorageError, say_note
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.directory_lock import FOLDER as GENERATIONS
 from shoal.runs.directory_lock import NAME as LOCK
@@ -231,12 +230,12 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
                 address.send(folder)
             except OSError as error:  # raise the first error
                 about = f"--out {text}: the run's own files could not be written there: "
-                print(f"note: {'' if isinstance(error, SupersededError) else about}{error}", file=sys.stderr)
+                say_note(f"{'' if isinstance(error, SupersededError) else about}{error}")
             raise
         try:
             address.send(folder)
         except SupersededError as error:
-            print(f"note: {error}", file=sys.stderr)
+            say_note(f"{error}")
         except OSError as error:
             raise StorageError(
                 given=f"--out {text}",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from shoal.errors import InUseError, LaunchError, PlanError
+from shoal.errors import InUseError, LaunchError, PlanError, say_note
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
@@ -223,7 +222,7 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
         try:
             if not (out / NAME).exists():  # if locked, naming the holder is the better error
                 check()
-            lock = claim(out, lambda text: print(f"note: {text}", file=sys.stderr))
+            lock = claim(out, say_note)
             try:
                 check()
             except BaseException:

@@ -122,7 +122,7 @@ def test_an_error_of_a_worker_is_built_again() -> None:
     document = {"kind": "DataError", "given": "a", "conflict": "b", "remedy": "c", "rank": 1, "host": "h"}
     error = from_json(json.loads(json.dumps(document)))
     assert type(error) is shoal.errors.DataError
-    assert error.render().startswith("error on rank 1 (h): DataError: b; to do: c\n  you gave:       a\n")
+    assert error.render().startswith("error on rank 1 (h): DataError: b\n  you gave:       a\n")
     assert type(from_json({**document, "kind": "Nowhere"})) is shoal.errors.InternalError
 
 

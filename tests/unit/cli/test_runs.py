@@ -83,7 +83,7 @@ def test_differences_and_results_are_compared(folder: Path, capsys: pytest.Captu
     assert "settings.lr   0.1   0.2" in text
     assert "weights" in text
     assert main(["runs", "compare", "lr-1", "runs/lr-2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["differences"] == {"settings.lr": ["0.1", "0.2"]}
+    assert json.loads(capsys.readouterr().out)["differences"] == {"settings.lr": [0.1, 0.2]}
 
 
 def test_prune_keeps_the_best(

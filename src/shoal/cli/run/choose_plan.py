@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import RunOptions
-from shoal.errors import CommandError, PlanError, from_json, nearest
+from shoal.errors import CommandError, PlanError, from_json, nearest, say_note
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware import dump
 from shoal.hardware.detect import cores, visible_gpus
@@ -49,7 +48,7 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         if RunDirectory(out).plan.exists():
             devices = None if options.devices == AUTO else options.devices
             on = f", on {devices} devices" if devices is not None else ""
-            print(f"note: {_spelled(options)}: the run goes on with its own plan{on}", file=sys.stderr)
+            say_note(f"{_spelled(options)}: the run goes on with its own plan{on}")
             return replace(options, plan=None, devices=devices, cluster=None)
     engine, _, of_engine = options.on.partition(":")
     if engine == "local" and ":" in str(options.devices) and options.cluster is None:
@@ -84,7 +83,7 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
     plan, lines = ask_planner(options, most, where=where)
     assert plan is not None, "without limits the planner has a plan, or an error"
     for line in lines:
-        print(f"note: {line}", file=sys.stderr)
+        say_note(line)
     if options.exact:  # exact mode has its own microbatches and sums
         degrees = {name: getattr(plan, name) for name in ("layout", "shard", "tensor", "pipeline")}
         plan = Plan().model_copy(update=degrees)
@@ -93,7 +92,7 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
         file = _beside(options, "plan.toml").absolute()
         write_file(file, plan_text(plan))
         seen = ", which all hosts must see" if engine != "local" else ""
-        print(f"note: the plan is in {file}{seen}", file=sys.stderr)
+        say_note(f"the plan is in {file}{seen}")
         chosen = str(file)
     if hosts is not None:
         options = replace(options, on=hosts.for_devices(plan.num_processes))
@@ -158,7 +157,7 @@ def _refuse_other_machine(options: RunOptions, most: int) -> None:
             conflict=f"without --on the run trains on this machine, which has {here}",
             remedy="write --dry-run for the plan alone, --on ENGINE to train there, or leave --cluster out",
         )
-    print(f"note: {given}: planned for {options.cluster}, trains on this machine, which has {here}", file=sys.stderr)
+    say_note(f"{given}: planned for {options.cluster}, trains on this machine, which has {here}")
 
 
 def _beside(options: RunOptions, suffix: str) -> Path:

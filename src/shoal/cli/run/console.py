@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from shoal.cli.notebook_progress import record_line
+from shoal.errors import folded, terminal_width
 from shoal.hardware.detect import cores
 from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import as_line
 from shoal.plans.plan import described
+from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
 from shoal.runs.records import RunRecord, StepRecord
@@ -63,7 +65,10 @@ class Pace:
         return f"{'━' * full}{'─' * (size - full)} {int(share * 100):3d}%  " if size >= _LEAST_BAR else ""
 
     def line(self, record: StepRecord, slowest_rank: int) -> str:
-        """Return a line with step, loss, samples per second, remaining time, peak memory and the slowest rank."""
+        """Return a line with step, loss, samples per second, remaining time, peak memory and the slowest rank.
+
+        The last two are left out where the terminal has no room.
+        """
         elapsed = max(1e-9, time.monotonic() - self.began)
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
@@ -72,14 +77,13 @@ class Pace:
         clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
         text = f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {clock}"
+        text += f"  skipped: {record.skipped}" if record.skipped else ""
         memory = record.ranks.get("memory_bytes")
         self.peak_bytes = max(self.peak_bytes, record.memory_bytes, int(memory.max) if memory is not None else 0)
-        if self.peak_bytes:
-            text += f"  peak {self.peak_bytes / 2**30:.2f} GiB"
-        if self.world_size > 1:
-            text += f"  slowest rank {slowest_rank}"
-        if record.skipped:
-            text += f"  skipped: {record.skipped}"
+        peak = f"  peak {self.peak_bytes / 2**30:.2f} GiB" if self.peak_bytes else ""
+        slowest = f"  slowest rank {slowest_rank}" if self.world_size > 1 else ""
+        for part in (peak, slowest):
+            text += part if len(text + part) <= terminal_width() else ""
         return text
 
 
@@ -92,7 +96,7 @@ class Plain(Reporter):
         self._pace, self._next = pace, 0.0
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        print(folded(text), flush=True)
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
         now = self._pace.count(record)
@@ -122,7 +126,7 @@ class Live(Plain):
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(folded(text), markup=False, soft_wrap=True)
 
     def _show(self, record: StepRecord, slowest_rank: int) -> None:
         line = self._pace.line(record, slowest_rank)
@@ -139,7 +143,7 @@ class Records(Plain):
     every_seconds = 0.5
 
     def _show(self, record: StepRecord, slowest_rank: int) -> None:
-        self.note(record_line(record.step, self._pace.last, self._pace.line(record, slowest_rank)))
+        print(record_line(record.step, self._pace.last, self._pace.line(record, slowest_rank)), flush=True)
 
 
 def metrics_line(record: StepRecord) -> str:
@@ -171,12 +175,12 @@ def introduce(
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
     device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # conductor's: CPU
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
-    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
-    threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
+    where = f"{several(plan.num_processes, 'process')}{only} on {device}"
+    threads = f", {several(torch.get_num_threads(), 'thread')} each of {several(cores(), 'core')}"
     reporter.note(f"shoal {__version__}: {request.what.job.target}:{loaded.function} -> {request.where.shown}")
     by = {Origin.OPTION: "as asked", Origin.FILE: "as the plan says", Origin.RUN: "as the run was"}
-    chosen_by = by.get(request.origin("layout"), "all GPUs, or one process without")
-    reporter.note(f"  devices     {where}{threads} ({chosen_by})")
+    chosen_by = by.get(request.origin("layout"), "default: all GPUs, or 1 process")
+    reporter.note(f"  devices     {where}{threads if device == 'cpu' else ''} ({chosen_by})")
     reporter.note(f"  layout      {described(plan)}")
     share = -(-job.num_grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
@@ -184,7 +188,7 @@ def introduce(
     for line in (
         f"  grains      {job.num_grains} ({each}; {why_grains})",
         f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
-        f"({-(-share // per)} microbatch(es))",
+        f"({several(-(-share // per), 'microbatch')})",
     ):
         reporter.note(line)
     mode = (
@@ -203,13 +207,13 @@ def introduce(
         compressed = f", compressed to {compression.scheme}{feedback}"
     reporter.note(f"  summation   {mode}{compressed}")
     if plan.serves:
-        servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
+        servers = f"{several(plan.layout.data, 'worker')}, {several(plan.server.num_servers, 'server')} and a conductor"
         reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
     reporter.note(
-        f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
+        f"  data        {samples}, {several(plan.data.workers, 'worker process')} a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
     for note in (*engine.notes, *engine.sharded_model.division.notes):

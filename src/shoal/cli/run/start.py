@@ -19,7 +19,7 @@ from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
 from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, started_on_host, submitted
 from shoal.cli.run.way_out import with_way_out
-from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
+from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import parse_target, with_settings_of
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
@@ -109,12 +109,12 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
         )
     most = min(limits.most, there)
     if options.resume or options.resume_if_exists:
-        print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
+        say_note(f"--devices {limits} is {most}: so many {kind} are here")
         return replace(options, devices=most)
     plan, _ = ask_planner(options, most, limits.least)
     number = plan.num_processes if plan is not None else most
     why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
-    print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
+    say_note(f"--devices {limits} is {number} of {there} {kind} here: {why}")
     return (
         replace(options, devices=number) if plan is None or options.exact else replace(options, devices=None, plan=plan)
     )
@@ -251,12 +251,12 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     try:
         following = request.resized(devices, ended_at)
     except ShoalError as error:
-        print(f"note: not resized\n{error.render()}", file=sys.stderr)
+        say_note(f"not resized\n{error.render()}")
         return replace(request, course=replace(request.course, resume=True), lost_at=ended_at)
     step = int((read_json(directory.saved) or {}).get("step", 0))
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
     now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
-    print(f"note: the run goes on with {now}, from step {step}", file=sys.stderr)
+    say_note(f"the run goes on with {now}, from step {step}")
     return following
 
 
@@ -339,7 +339,7 @@ def _run_here(request: RunRequest) -> int:
                 return code
             request = following  # this process is a launcher from now on
         for note in request.notes():
-            print(f"note: {note}", file=sys.stderr)
+            say_note(note)
         try:
             request, signals = looked_at(request) if request.what.needs_look else request, Signals(impatient=False)
             with signals.handled():
@@ -441,7 +441,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         given = given.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
     plan = apply_wishes(given, wishes, from_file=origin is Origin.FILE)
     if origin is Origin.RUN and plan.layout != given.layout:
-        print(f"note: the run's layout, {described(given)}, becomes {described(plan)}", file=sys.stderr)
+        say_note(f"the run's layout, {described(given)}, becomes {described(plan)}")
     if plan.serves:
         for one in declared(Course):
             if one.option.unserved and getattr(course, one.name):

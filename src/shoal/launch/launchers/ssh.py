@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import CommandError, ExitCode, LaunchError, RankLostError, ShoalError, from_json
+from shoal.errors import CommandError, ExitCode, LaunchError, RankLostError, ShoalError, from_json, say_note
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, words_of
 from shoal.launch.launchers.reports import RankStart, until_done
@@ -77,7 +77,7 @@ def start(submission: Submission, signals: Signals) -> int:
     if shutil.which("ssh") is None:
         raise LaunchError(given="--on hosts", conflict="ssh is not on this host", remedy="install OpenSSH's client")
     for name in (name for name in _OWN if name in os.environ):
-        print(f"note: {name} is of this host, and no other is told: set it where ssh logs in", file=sys.stderr)
+        say_note(f"{name} is of this host, and no other is told: set it where ssh logs in")
 
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         processes: list[HostProcess] = []
@@ -105,7 +105,7 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
     if len(hosts) < len(listed.hosts):
         of_all = f"{sum(counts)} of {sum(host.slots for host in listed.hosts)} processes"
         for name, said in sorted(listed.lost.items()):
-            print(f"note: {name} does not answer: {of_all} ({said})", file=sys.stderr)
+            say_note(f"{name} does not answer: {of_all} ({said})")
     address = address_of(hosts[0].name, listed.options)
     return [
         (

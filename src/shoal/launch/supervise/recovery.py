@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_json
+from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_json, say_note
 from shoal.launch.signals import Signals
 from shoal.runs.attempts import Events, instant
 from shoal.runs.directory import RunDirectory, read_json
@@ -145,7 +144,7 @@ class Recovery:
             pause = self.pause(error, noticed_at) if not signals.received else None
             if error is None or pause is None:
                 return code, error
-            print(f"note: {self.described(error, pause)}", file=sys.stderr)
+            say_note(f"{self.described(error, pause)}")
             if signals.wait(pause):
                 return int(ExitCode.PREEMPTED), None
 

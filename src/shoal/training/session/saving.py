@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from shoal.checkpoint.state import TENSOR, decode, encode
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
-from shoal.errors import JobMismatchError, RunDirectoryError, StorageError
+from shoal.errors import JobMismatchError, RunDirectoryError, StorageError, say_note
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -159,7 +158,7 @@ class Saving:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._lock.enter_context(claim(store.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
+        self._lock.enter_context(claim(store.folder, say_note, mode=0o700))
         store.clean()
         steps = store.steps()
         if steps and not resume:
