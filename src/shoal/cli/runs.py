@@ -252,7 +252,7 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
         if entry.began_at is not None:
             facts.append(("began", f"{datetime.fromtimestamp(entry.began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"))
         facts += [(f"evaluation {name}", short(value)) for name, value in entry.metrics.items()]
-        facts += [("error", entry.error or "")]
+        facts += [("error", entry.error or ""), ("stopped", entry.stopped or "")]
         facts += [(f"settings.{name}", str(value)) for name, value in entry.settings.items()]
         if commit.get("commit"):
             branch = f" on {commit['branch']}" if commit.get("branch") else ""

@@ -31,7 +31,8 @@ class RunEntry:
 
     Attributes:
         kind: run, session or verify.
-        state: running, completed, preempted, failed or killed; of a certificate its verdict.
+        state: running, completed, stopped (by a callback), preempted, failed or killed; of a certificate its verdict.
+        stopped: the callback that stopped the run, and its reason.
         num_steps: steps that the run is to have; None if unknown.
         metrics: of the last evaluation.
         best: metric, value and step of the best evaluation, or of the last one if the job watches no metric.
@@ -59,6 +60,7 @@ class RunEntry:
     began_at: float | None
     settings: Mapping[str, Any]
     error: str | None = None
+    stopped: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as a JSON value."""
@@ -116,6 +118,9 @@ def entry_of(path: Path, name: str) -> RunEntry:
     if not result and not files.job.exists():
         result = {"status": "failed"}  # before a rank could describe the run
     state = run_status(is_held=is_held(path), attempts=attempts, result=result)
+    ended_by = result.get("ended_by") or {}
+    if state == "completed" and ended_by:
+        state = "stopped"
     best, watched = result.get("best") or {}, str(job.get("watch") or "")
     metrics: Mapping[Any, Any] = result.get("metrics") or (last.metrics if last else None) or {}
     metric = best.get("metric") or watched.rpartition(":")[0] or next(iter(metrics), None)
@@ -144,6 +149,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         began_at=attempts[0].started_at if attempts else path.stat().st_mtime,
         settings=job.get("settings") or {},
         error=str(error.get("conflict") or error.get("kind") or "") or None,
+        stopped=f"by {ended_by.get('callback')}: {ended_by.get('reason')}" if state == "stopped" else None,
     )
 
 

@@ -100,7 +100,9 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 def outline(job: Job) -> nn.Module | None:
     """Return the job's model on the meta device, or None if its constructor computes with values."""
     try:
-        with construction(), unwrapped():
+        with construction(), unwrapped(), warnings.catch_warnings():
+            # A model() that loads a state dict loads nothing here, and all of it in the run.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             model = job.model()
         if lazy_names(model):  # their shapes need a forward with values
             with generators_kept():
