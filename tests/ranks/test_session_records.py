@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,20 @@ from shoal.cli.main import main
 from shoal.errors import RunDirectoryError
 from shoal.runs.directory import RunDirectory
 from shoal.runs.run_files import read_run
+from shoal.training.observe.step_records import RecordWriter
+from shoal.training.session import recording
 
 pytestmark = pytest.mark.ranks
 
 
-def trained(folder: Path, epochs: int = EPOCHS, leaves_at: int = 0, fails_at: int = 0, **changes: Any) -> Told:
+def trained(
+    folder: Path, epochs: int = EPOCHS, leaves_at: int = 0, fails_at: int = 0, fails_after: int = 0, **changes: Any
+) -> Told:
     """Train a loop, and return the loss of each of its steps."""
     losses = []
-    with shoal.Session(global_batch=BATCH, grains=4, checkpoints=folder, checkpoint_every=3, **changes) as session:
+    with shoal.Session(
+        global_batch=BATCH, grains=4, checkpoints=folder, **{"checkpoint_every": 3, **changes}
+    ) as session:
         model = network()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         for step in session.steps(dataset(), epochs=epochs):
@@ -30,6 +37,8 @@ def trained(folder: Path, epochs: int = EPOCHS, leaves_at: int = 0, fails_at: in
                 if step.number == fails_at:
                     raise ZeroDivisionError
             losses.append(step.loss)
+            if step.number == fails_after:
+                raise ZeroDivisionError
             if step.number == leaves_at:
                 break
     return {"losses": losses}
@@ -77,6 +86,44 @@ def test_an_error_is_a_failed_run(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert (len(found.records), found.attempts[0].step) == (2, 2)
     assert found.result["status"] == "failed"
+
+
+def test_an_error_between_two_passes_is_a_failed_run(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, fails_after=2)
+    found = read_run(tmp_path)
+    assert (found.result["status"], found.attempts[0].status) == ("failed", "failed")
+    assert [record.step for record in found.records] == [1, 2]
+
+
+def test_an_evaluation_after_the_loop_is_in_the_result(tmp_path: Path) -> None:
+    with shoal.Session(global_batch=BATCH, grains=4, checkpoints=tmp_path) as session:
+        model = network()
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(dataset()):
+            for batch in step:
+                step.backward(*cross_entropy(model, batch))
+        values, _ = session.evaluate(dataset(), {"loss": lambda model, batch: cross_entropy(model, batch)})
+    found = read_run(tmp_path)
+    assert found.result["metrics"] == values
+    assert found.result["status"] == "completed"
+    assert (tmp_path / "source" / "command.json").exists()
+
+
+def test_records_of_a_session_become_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = functools.partial(RecordWriter, whole_steps=2)
+    monkeypatch.setattr(recording, "RecordWriter", write)
+    trained(tmp_path, checkpoint_every=5)
+    # The checkpoint of step 5 is written before step 6, whose record has its time.
+    assert [(record.first, record.step) for record in read_run(tmp_path).records] == [
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (5, 5),
+        (6, 6),
+        (7, 7),
+        (8, 8),
+    ]
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

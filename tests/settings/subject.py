@@ -288,6 +288,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "checkpoint_every without checkpoints": {"checkpoint_every": 1},
     "keep_checkpoints": {"checkpoints": "kept", "checkpoint_every": 1, "keep_checkpoints": "all"},
     "keep_checkpoints 0": {"checkpoints": "kept", "keep_checkpoints": 0},
+    "no_source": {"checkpoints": "kept", "no_source": True},
     "resume": {"checkpoints": "out/kept", "resume": True},
     "resume without checkpoints": {"resume": True},
     "callbacks": {"callbacks": [shoal.LossSpikes(), Ending()]},

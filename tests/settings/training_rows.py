@@ -176,6 +176,9 @@ SESSION: Table = {
         loop("checkpoint_every without checkpoints"), "checkpoint_every=1 without checkpoints"
     ),
     "keep_checkpoints": Acts(loop("keep_checkpoints"), loop("checkpoint_every"), num_kept, 4),
+    "no_source": Acts(
+        loop("no_source"), loop("checkpoints"), lambda ended: (ended.folder / "kept" / "source").exists(), False
+    ),
     "keep_checkpoints: none": Refuses(loop("keep_checkpoints 0"), "keep_checkpoints is a whole number of at least 1"),
     "resume": Acts(
         Call(job=None, loop="resume", after=loop("checkpoints in out")),

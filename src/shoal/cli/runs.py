@@ -281,8 +281,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     source = read_source(folder)
     command, commit = source.get(COMMAND), source.get(COMMIT, {})
     if command is None:
-        conflict = f"it has no {FOLDER}/{COMMAND}: it ran with --no-source, or with an earlier version of shoal"
-        conflict = "a Session records no source" if entry.kind == "session" else conflict
+        conflict = f"it has no {FOLDER}/{COMMAND}: it ran without it, or with an earlier version of shoal"
         raise _refusal(f"shoal runs reproduce {word}", conflict, "see its job.json and plan.toml")
     job = read_json(folder / "job.json") or {}
     hidden = [name for name, value in (job.get("settings") or {}).items() if is_hidden(value)]
@@ -333,7 +332,7 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
     if program == "__main__.py" or program == "shoal":
         words = ["shoal", *arguments[1:]]
     if words[:2] != ["shoal", "run"] or job.get("function") == SESSION:
-        return shlex.join(["python", *arguments]) + "  # with another directory"
+        return shlex.join(words if words[:1] == ["shoal"] else ["python", *words]) + "  # with another directory"
     same, skip = [], False
     for word in words:
         flag = word.partition("=")[0]

@@ -20,6 +20,7 @@ from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest
+from shoal.runs.source import write_source
 from shoal.training.setup.engine import Options
 from shoal.training.setup.preflight import with_judged_grains
 from shoal.verification import certificate
@@ -81,6 +82,8 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             _say("note", note)
         _say("cost", f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references")
         print(folded(verdict.render()), flush=True)
+        if not request.course.no_source:
+            write_source(request.where.out, request.what.job.path.parent)
         document = certificate(verdict, loaded, plan, parallel_seconds)
         write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
         _say("written", f"{request.where.shown}/certificate.json")

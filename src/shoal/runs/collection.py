@@ -195,6 +195,7 @@ def _only_certificate(path: Path) -> bool:
     verdict = (read_json(path / _CERTIFICATE) or {}).get("verdict")
     return verdict is not None and {one.name for one in path.iterdir()} <= {
         _CERTIFICATE,
+        "source",
         "generations",
         "logs",
         "errors",

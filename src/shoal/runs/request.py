@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from shoal.errors import InUseError, LaunchError, PlanError, say_note
+from shoal.errors import InUseError, LaunchError, PlanError, RunDirectoryError, say_note
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
@@ -225,6 +225,8 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
             lock = claim(out, say_note)
             try:
                 check()
+                if request.course.private:
+                    _close_to_others(out)
             except BaseException:
                 lock.release()
                 raise
@@ -234,6 +236,18 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
                 raise
         in_use.add(out)
         out = default_directory(numbered, False, in_use)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Let only this user read a directory. Raises: RunDirectoryError if it belongs to another user."""
+    try:
+        folder.chmod(0o700)
+    except OSError as error:
+        raise RunDirectoryError(
+            given=f"--private --out {folder}",
+            conflict=f"others may read this directory, and its mode cannot be changed: {error.strerror or error}",
+            remedy="give a new directory, or leave --private out",
+        ) from None
 
 
 def with_processes(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan:

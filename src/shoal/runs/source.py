@@ -31,7 +31,7 @@ _SECRET_TEXT = re.compile(
 )
 
 
-def write_source(directory: Path, code: Path) -> None:
+def write_source(directory: Path, code: Path, *, own_command: bool = False) -> None:
     """Write what `shoal runs reproduce` needs to a locked run directory, unless it is there already.
 
     This takes about 20 ms. A thread would not do: processes that are forked meanwhile inherit the pipes to git, and
@@ -40,13 +40,14 @@ def write_source(directory: Path, code: Path) -> None:
     Args:
         directory: the run directory; the command is that which has locked it.
         code: folder of the job's code, which may be in a git checkout.
+        own_command: record the command of this process instead, with the path of its script.
     Raises: OSError.
     """
     folder = directory / FOLDER
     if (folder / COMMAND).exists():
         return
     commit, patch = commit_of(code)
-    words = (read_json(directory / LOCK) or {}).get("command")
+    words = None if own_command else (read_json(directory / LOCK) or {}).get("command")
     command = {
         "arguments": shlex.split(words) if isinstance(words, str) else command_without_secrets(sys.argv),
         "folder": os.getcwd(),

@@ -386,3 +386,19 @@ def test_who_has_set_a_value(job: str, tmp_path: Path) -> None:
     path.write_text("[layout]\ndata = 2\n")
     assert request(job, "--plan", str(path)).origin("layout") is Origin.FILE
     assert request(job, "--plan", str(path)).origin("data.workers") is Origin.DEFAULT
+
+
+def test_a_private_run_closes_a_directory_that_is_there(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("there").mkdir(mode=0o755)
+    with claim_directory(request(job, "--out", "there")):
+        assert Path("there").stat().st_mode & 0o777 == 0o755
+    with claim_directory(request(job, "--out", "there", "--private")):
+        assert Path("there").stat().st_mode & 0o777 == 0o700
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(RunDirectoryError, match="others may read this directory"):
+        claim_directory(request(job, "--out", "there", "--private"))
+    assert not Path("there/lock.json").exists()

@@ -290,7 +290,11 @@ def run(options: RunOptions) -> int:
                 conflict="two steps from the beginning say nothing of a run that goes on",
                 remedy="leave one of them out",
             )
-        if options.verify and not options.dry_run and verify(verification_of(options)) != ExitCode.DONE:
+        if (
+            options.verify
+            and not options.dry_run
+            and verify(verification_of(options), options.no_source) != ExitCode.DONE
+        ):
             raise CommandError(
                 given=f"--verify of {options.job if isinstance(options.job, str) else options.job.target}",
                 conflict="the two steps are not verified, as said above, and nothing is trained",
@@ -362,10 +366,10 @@ def at_address(options: RunOptions) -> Iterator[RunOptions]:
         yield replace(options, out=str(out), address=options.out)
 
 
-def verify(options: VerifyOptions) -> int:
+def verify(options: VerifyOptions, no_source: bool = False) -> int:
     """Verify the run that `shoal run` would train with these options."""
     with (
-        at_address(RunOptions(**vars(options), no_telemetry=True)) as run_options,
+        at_address(RunOptions(**vars(options), no_telemetry=True, no_source=no_source)) as run_options,
         claimed(requested(run_options, suffix="-verify")) as (request, _),
     ):
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses

@@ -93,6 +93,7 @@ class TrainingKeywords(TypedDict, total=False):
     checkpoints: str | os.PathLike[str] | None
     checkpoint_every: int | None
     keep_checkpoints: int | Literal["all"]
+    no_source: bool
     resume: bool
     allow_state: Sequence[str]
 
@@ -106,7 +107,7 @@ class Training:
     `callbacks`: hooks into the training, such as shoal.EMA, and trackers: shoal.track("tensorboard").
     `checkpoints`: their directory, or None for no checkpoints. The newest `keep_checkpoints` are kept.
     `checkpoint_every`: steps between checkpoints; None chooses an interval of low cost. `resume`: resume from the
-    newest good checkpoint.
+    newest good checkpoint. `no_source`: do not record git commit, uncommitted changes, packages and command there.
     """
 
     global_batch: int
@@ -124,6 +125,7 @@ class Training:
     checkpoints: str | os.PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int | Literal["all"] = 3
+    no_source: bool = False
     resume: bool = False
     allow_state: Sequence[str] = ()
 

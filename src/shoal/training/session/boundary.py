@@ -131,6 +131,7 @@ class LoopBoundary:
                 self.fail(error)
         if settled.checkpoint or self.is_best or meeting.words[0].checkpoint:
             self._clock.mark("checkpoint")
+            self.records.saves(self.state.step)
             self.saving.regular(self.state, best=self.is_best)
             self.is_best = False
             self._clock.mark("other")
@@ -166,6 +167,7 @@ class LoopBoundary:
             names = [type(self._prepared.optimizers[number]).__name__ for number in numbers]
             self.saving.torn(self.state, names, at_first=not self.current.known)
             return
+        self.records.saves(self.state.step)
         try:
             self.saving.last(self.state, live=live)
         except Exception as error:

@@ -26,6 +26,7 @@ from shoal.plans.plan import plan_text
 from shoal.runs.attempts import AttemptLog, Events
 from shoal.runs.directory import SESSION, RunDirectory, write_file
 from shoal.runs.records import StepRecord
+from shoal.runs.source import write_source
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.session.passes import Base
 from shoal.training.step_clock import StepClock
@@ -48,6 +49,7 @@ class SessionRecords:
         self._files = RunDirectory(Path(place)) if place is not None and base.mesh.rank == 0 else None
         self._log = AttemptLog(None)
         self._records: StepRecords | None = None
+        self._result: dict[str, Any] | None = None  # once the loop has ended
         self.metrics: dict[str, float] = {}  # of the last evaluation
 
     def begin(self, state: RunState, sharded_model: ShardedModel, num_samples: int | None) -> Surroundings:
@@ -68,6 +70,10 @@ class SessionRecords:
             try:
                 write_file(files.plan, plan_text(base.plan))
                 write_file(files.job, json.dumps(description, indent=2) + "\n")
+                if not base.training.no_source:
+                    script = getattr(sys.modules.get("__main__"), "__file__", None)  # none in a notebook
+                    code = Path(script).absolute().parent if script else Path.cwd()
+                    write_source(files.path, code, own_command=True)
                 files.result.unlink(missing_ok=True)
             except OSError as error:
                 warnings.warn(f"no records: {files.path} cannot be written: {error}", RuntimeWarning, stacklevel=4)
@@ -120,8 +126,9 @@ class SessionRecords:
         return record
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the record of the step before it, unless that record is written."""
+        """Add the metrics of an evaluation to the record of the step before it, or to the result after the loop."""
         self.metrics = dict(metrics)
+        self._write_result({"metrics": _finite(metrics)})
         if self._records is not None:
             self._records.evaluated(metrics)
 
@@ -129,6 +136,17 @@ class SessionRecords:
         """Write the record of the last step, with the measures of all ranks."""
         if self._records is not None:
             self._records.write(agreement)
+
+    def saves(self, step: int) -> None:
+        """Write all records before the checkpoint of `step`."""
+        if self._records is not None:
+            self._records.saves(step)
+
+    def failed(self) -> None:
+        """Replace the end of a loop that seemed to be left, but was left by an error."""
+        if self._result is not None and self._result["status"] == "preempted":
+            self._log.ended("failed", self._state.step, time.time(), {})
+            self._write_result({"status": "failed"})
 
     def end(self, status: str) -> None:
         """Write what is left, and how the training ended: completed, preempted or failed."""
@@ -141,20 +159,31 @@ class SessionRecords:
         self._log.ended(status, state.step, time.time(), {})
         if self._files is None:
             return
-        result = {
+        self._result = {
             "status": status,
             "steps": state.step,
             "samples": state.samples,
             "world_size": self._base.mesh.world_size,
             "wall_seconds": round(time.time() - self._began_at, 3),
             "train_loss": state.loss,
-            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
+            "metrics": _finite(self.metrics),
             "sample_digest": state.digest,
             "skipped_steps": state.skipped_steps,
             "versions": versions(),
             **({"ended_by": self.ended_by} if self.ended_by is not None else {}),
         }
+        self._write_result({})
+
+    def _write_result(self, changes: Mapping[str, Any]) -> None:
+        """Write the result with changed entries, once the loop has ended."""
+        if self._result is None or self._files is None:
+            return
+        self._result |= changes
         try:
-            write_file(self._files.result, json.dumps(result, indent=2) + "\n")
+            write_file(self._files.result, json.dumps(self._result, indent=2) + "\n")
         except OSError as error:
-            warnings.warn(f"{self._files.result} cannot be written: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{self._files.result} cannot be written: {error}", RuntimeWarning, stacklevel=5)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

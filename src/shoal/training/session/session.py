@@ -302,6 +302,8 @@ class Session:
                 steps.close()
             if self._loop is not None:
                 self._loop.close()
+                if isinstance(error, Exception):  # a loop that it left was closed before, as if by a break
+                    self._loop.boundary.records.failed()
                 self._loop.boundary.conclude()
         finally:
             self._exit.close()

@@ -41,5 +41,5 @@ def test_a_second_session_is_refused_until_the_first_is_over(tmp_path: Path) -> 
 
 
 def kept(folder: Path) -> list[str]:
-    records = {"attempts.jsonl", "job.json", "plan.toml", "records.jsonl", "result.json"}
+    records = {"attempts.jsonl", "job.json", "plan.toml", "records.jsonl", "result.json", "source"}
     return sorted({path.name for path in (folder / "kept").iterdir()} - records)
