@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
-from shoal.hardware.fastest_all_reduce import all_reduce_here
+from shoal.hardware.detect import all_reduce_here
 from shoal.launch.environment import Environment
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build

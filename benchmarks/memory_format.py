@@ -31,11 +31,10 @@ from torch.utils.data import TensorDataset
 import shoal
 from benchmarks.image_nets import NETS, ImageNet
 from benchmarks.small_jobs import classified
-from shoal.data.opened import opened
+from shoal.data.source import opened
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.job_model import build_model
+from shoal.training.setup.job_model import build_model, with_grains
 from shoal.training.setup.memory_format_choice import choose_format
 
 _FIRST = Precision.of(PrecisionSection(), torch.device("cpu"))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import shoal
 from benchmarks.sharded_memory import of_each_rank, train
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.distributed.mesh import Mesh
 from shoal.plans.plan import Plan
 from shoal.training.setup.engine import Engine, Options, build

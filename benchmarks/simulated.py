@@ -1,7 +1,7 @@
 """Claim: at the failure rates of Llama 3 the supervisor keeps 16,384 simulated ranks effective 94 % of the time.
 
 Repeat with `python -m benchmarks.simulated`: a minute or two. `shoal.launch.supervise.recovery` decides on starts and
-pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.directory_lock` numbers the starts,
+pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.directory` numbers the starts,
 `shoal.runs.attempts` counts losses, and `shoal.checkpoint.keeper` sets the interval; clock, network, ranks, checkpoints
 and hosts are simulated.
 
@@ -32,8 +32,7 @@ from shoal.launch.supervise.heartbeat import Watch
 from shoal.launch.supervise.recovery import MOST, Recovery
 from shoal.planner.answer.outlook import Failures, daly, share_left
 from shoal.runs.attempts import Events, mtbf_seconds
-from shoal.runs.directory import RunDirectory
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence, RunDirectory
 
 DAY = 86400.0
 LLAMA_MTBF_SECONDS = 54 * DAY / 419

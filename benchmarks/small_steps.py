@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from shoal.cli.bench import busy_seconds
-from shoal.hardware.fastest_all_reduce import all_reduce_here
+from shoal.hardware.detect import all_reduce_here
 from shoal.jobs.job_file import load, parse_target
 from shoal.planner.answer.answer import question
 from shoal.planner.calibrate.comparison import PARTS

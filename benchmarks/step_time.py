@@ -29,10 +29,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shoal.distributed.agreement import Report, from_rows, measures, to_row
+from shoal.distributed.mesh import Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS, StepRecord
 from shoal.training.observe.step_records import RecordWriter
-from shoal.training.step_clock import StepClock, peak_memory_bytes
+from shoal.training.observer import StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = {

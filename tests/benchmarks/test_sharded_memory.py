@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.sharded_memory import transformer_block
 from tests.unit.planner.worlds import Block
-from tests.unit.plans.accounting.test_memory import saved
+from tests.unit.plans.accounting.test_collectives_memory import saved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

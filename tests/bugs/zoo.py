@@ -34,7 +34,7 @@ from shoal.parallel.data.replicated import DataParallel, GradientBuckets
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.update_division import ShardedOptimizer
 from shoal.training.microbatch.evaluation import Evaluator
-from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.step import LossComputer
 from shoal.training.update import optimizer_step
 from shoal.training.update.optimizer_step import Stepper, Updater
 

@@ -14,7 +14,7 @@ from tests.launching import JOBS, Run, run
 from tests.sharing import Shared
 from tests.usual import parametrize
 
-from shoal.runs.directory_lock import FOLDER as GENERATIONS
+from shoal.runs.directory import FOLDER as GENERATIONS
 
 pytestmark = pytest.mark.faults
 

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.faults
 
 _MAIN = "from shoal.cli.main import main; raise SystemExit(main())"
 # A host of its own, as far as the directory's lock can tell; and one whose processes look at the fence when they write.
-ELSEWHERE = f"import shoal.runs.directory_lock as l; l._boot = lambda: 'another kernel'; {_MAIN}"
-LATE = f"import shoal.runs.directory_lock as g; g._LOOK_SECONDS = 600.0; {ELSEWHERE}"
+ELSEWHERE = f"import shoal.runs.directory as l; l._boot = lambda: 'another kernel'; {_MAIN}"
+LATE = f"import shoal.runs.directory as g; g._LOOK_SECONDS = 600.0; {ELSEWHERE}"
 HASTY = (
-    "import functools; import shoal.runs.directory_lock as l; "
+    "import functools; import shoal.runs.directory as l; "
     f"l.Patience = functools.partial(l.Patience, beat_seconds=0.1, missed_beats=3, settling_seconds=0.1); {_MAIN}"
 )
 

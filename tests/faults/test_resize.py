@@ -15,8 +15,7 @@ from tests.sharing import Shared
 from tests.usual import parametrize
 
 from shoal.cli.run.train import _LOOK_SECONDS
-from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import about, newest
+from shoal.runs.directory import RunDirectory, about, newest, read_json
 
 pytestmark = pytest.mark.faults
 

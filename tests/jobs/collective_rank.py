@@ -25,7 +25,7 @@ from shoal.distributed.collectives.shared_memory.process_group import SharedGrou
 from shoal.distributed.mesh import new_group
 from shoal.distributed.traffic_meter import Traffic
 from shoal.errors import ShoalError
-from shoal.hardware.fastest_all_reduce import ALGORITHMS
+from shoal.hardware.detect import ALGORITHMS
 from shoal.plans.accounting.all_reduce import messages
 from shoal.plans.accounting.collectives import Volumes
 

@@ -70,7 +70,7 @@ def job(
     _slow("1", quota)
     if bucket_bytes:
         import shoal.parallel.data.replicated as buckets
-        import shoal.plans.accounting.partition as partition
+        import shoal.plans.accounting.collectives as partition
 
         buckets.GLOO_BUCKET_BYTES = partition.END_BUCKET_BYTES = bucket_bytes
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]

@@ -19,7 +19,7 @@ from tests.forks import Popen
 from tests.launching import ROOT
 from tests.usual import parametrize
 
-from shoal.hardware.fastest_all_reduce import ALGORITHMS
+from shoal.hardware.detect import ALGORITHMS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 TIME_LIMIT_SECONDS = 250.0

@@ -28,10 +28,11 @@ from shoal.launch.environment import Environment
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import profile_job
-from shoal.plans.accounting.collectives import Volumes, fully_sharded
-from shoal.plans.accounting.memory import (
+from shoal.plans.accounting.collectives import (
     StateShape,
+    Volumes,
     cut,
+    fully_sharded,
     gathered_parameters,
     optimizer_state,
     scattered_gradients,
@@ -41,8 +42,8 @@ from shoal.plans.plan import Layout
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import MEASURED_STEPS, MemoryMeter, Shares, StepMeter, describe, predicted
 from shoal.training.observe.step_records import RecordWriter, Surroundings
-from shoal.training.setup.default_grains import with_grains
 from shoal.training.setup.engine import Options, build
+from shoal.training.setup.job_model import with_grains
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked
 

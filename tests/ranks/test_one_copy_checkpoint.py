@@ -17,7 +17,7 @@ from tests.launching import JOBS, Run, newest_checkpoint, run
 
 import shoal
 from shoal.checkpoint import host_memory
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.store import Snapshot, Store, open_folder
 from shoal.distributed.mesh import open_mesh
 from shoal.errors import ExitCode, LaunchError, ShoalError

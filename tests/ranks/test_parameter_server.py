@@ -22,7 +22,7 @@ from shoal.errors import NonFiniteError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.pushed import Push, ServerShard
-from shoal.plans.accounting.partition import pieces
+from shoal.plans.accounting.collectives import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
 from shoal.training.observe.metering import array
@@ -31,9 +31,8 @@ from shoal.training.parameter_server.channel import Channel
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity
 from shoal.training.parameter_server.worker import take_part
-from shoal.training.setup.default_grains import with_grains
 from shoal.training.setup.engine import Options, build
-from shoal.training.setup.job_model import build_model
+from shoal.training.setup.job_model import build_model, with_grains
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces

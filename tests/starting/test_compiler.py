@@ -7,7 +7,7 @@ import textwrap
 # A fresh process, since this one may have loaded the compiler already.
 PRELUDE = """
     import sys, torch
-    from shoal.distributed.process_setup import compiler_deferred
+    from shoal.checkpoint.whole_optimizer import compiler_deferred
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
 """
@@ -41,7 +41,7 @@ def test_an_optimizer_steps_without_the_compiler_which_still_imports_afterwards(
 def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> None:
     code = """
         from functools import partial
-        from shoal.training.setup.default_grains import outline
+        from shoal.training.setup.job_model import outline
         import shoal
         model = partial(torch.nn.Embedding, 16, 8)
         job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
@@ -52,7 +52,7 @@ def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> Non
 
 def test_an_outline_imports_what_the_constructor_asks_for() -> None:
     code = """
-        from shoal.training.setup.default_grains import outline
+        from shoal.training.setup.job_model import outline
         import shoal
         def model():
             import torch.distributed.tensor, torch._dynamo.variables  # as Transformers does with a model's first use
@@ -65,7 +65,7 @@ def test_an_outline_imports_what_the_constructor_asks_for() -> None:
 
 def test_only_torchs_own_optimizers_step_without_it() -> None:
     code = """
-        from shoal.distributed.process_setup import step_optimizer
+        from shoal.checkpoint.whole_optimizer import step_optimizer
         class Own(torch.optim.SGD):
             def step(self):
                 self.stood_in = "torch._dynamo" in sys.modules

@@ -14,13 +14,13 @@ from tests.forks import Popen
 from tests.unit.runs.test_directory_lock import QUICK, elsewhere, left_by, quietly
 
 from shoal.errors import InUseError
-from shoal.runs.directory_lock import NAME, claim
+from shoal.runs.directory import NAME, claim
 
 # Reads a directory a line, tries to take it, says how that went, and gives it back at the next line.
 _TAKER = """
 import sys
 from pathlib import Path
-from shoal.runs.directory_lock import Patience, claim
+from shoal.runs.directory import Patience, claim
 from shoal.errors import InUseError
 for line in sys.stdin:
     try:
@@ -137,7 +137,7 @@ def test_who_has_lost_it_ends(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-from shoal.runs.directory_lock import Patience, claim
+from shoal.runs.directory import Patience, claim
 claim(Path({str(tmp_path)!r}), print, patience=Patience(beat_seconds=0.02))
 print("won", flush=True)
 time.sleep(60)

@@ -72,9 +72,7 @@ def test_values_load_without_torch() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which other systems lack")
 def test_memory_of_the_host_is_not_that_of_the_program_that_started_this_one() -> None:
-    program = (
-        "import torch; from shoal.training.step_clock import peak_memory_bytes as p; print(p(torch.device('cpu')))"
-    )
+    program = "import torch; from shoal.training.observer import peak_memory_bytes as p; print(p(torch.device('cpu')))"
     held = np.ones(2**27)  # 1 GiB
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert 2**26 < int(found.stdout) < held.nbytes

@@ -15,8 +15,7 @@ from torch import Tensor
 from shoal.checkpoint.pieces import fill
 from shoal.checkpoint.state import TENSOR, decode, encode, raw
 from shoal.checkpoint.store import SavedCheckpoint, TensorEntry
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlice, TensorSlices
 
 # GROUP: key in the checkpoint's document and group of whole tensors. _CUT: prefix of groups sharded like parameters.
 GROUP, _CUT = "callbacks", "callback-"

@@ -12,8 +12,7 @@ from shoal.checkpoint.pieces import fill
 from shoal.checkpoint.store import SavedCheckpoint, TensorEntry
 from shoal.distributed.collectives.compression.compressed_sum import Compression
 from shoal.distributed.mesh import Mesh
-from shoal.parallel.model.sharded_model import TensorSlices
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice, TensorSlices
 
 # Tensor group of a checkpoint, and key in its document.
 GROUP = "compression"

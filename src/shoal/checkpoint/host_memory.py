@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.pieces import Index, share
-from shoal.distributed.agreement import together
 from shoal.distributed.collectives.shared_memory.region import SharedRegion, open_region
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, together
 from shoal.errors import LaunchError
-from shoal.parallel.model.sharded_model import TensorSlices
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice, TensorSlices
 
 # CPU tensors by file and path.
 Content = dict[str, dict[str, Tensor]]

@@ -15,7 +15,7 @@ from shoal.checkpoint.matching import Matches, match, named_tensors, short, valu
 from shoal.checkpoint.state import sha256_of
 from shoal.checkpoint.state_dicts import StoredWeights
 from shoal.checkpoint.weights import weights_of
-from shoal.distributed.agreement import together
+from shoal.distributed.mesh import together
 from shoal.errors import JobMismatchError, LaunchError
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.options import InitialWeights, NameRules

@@ -1,17 +1,23 @@
-"""Checkpoint manager of a run: saves the run's state, in a thread or on all ranks together, and restores it."""
+"""Checkpoint manager of a run: saves the run's state, in a thread or on all ranks together, and restores it.
+
+`RunState` is the training progress other than tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDoneError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +28,6 @@ from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_b
 from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
-from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import (
     OptimizerDocument,
     documents_of,
@@ -34,11 +39,11 @@ from shoal.checkpoint.state import (
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, remove_later
 from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.data.loader import Loader
-from shoal.distributed.agreement import together
-from shoal.distributed.mesh import Mesh
+from shoal.data.order import EMPTY_DIGEST
+from shoal.distributed.mesh import Mesh, together
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import Strategy
+from shoal.parallel.base import StepSums, Strategy
 from shoal.parallel.model.sharded_model import (
     ShardedModel,
     TensorSlices,
@@ -47,6 +52,93 @@ from shoal.parallel.model.sharded_model import (
     local,
     state_slices,
 )
+
+
+@dataclass
+class RunState:
+    """Training progress other than tensors: counters, sums and schedules. It is the same on all ranks.
+
+    `step`: number of finished steps.
+    `digest`: digest of the ids of all samples read so far.
+    `bad_steps`: findings by step; a rollback skips these steps when it reaches them again.
+    `server`: state of the guard against stale parameters.
+    `grains`: the job's number of grains.
+    `bad_samples`: error text by sample id; these samples are no longer read.
+    Random state is not stored, since every draw is a function of seed, step and grain.
+    """
+
+    step: int = 0
+    samples: int = 0
+    digest: str = EMPTY_DIGEST
+    loss: float | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    skipped_steps: int = 0
+    bad_streak: int = 0
+    bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    computation: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None
+    grains: int | None = None
+    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
+    bad_samples: dict[int, str] = field(default_factory=dict)
+
+    def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
+        """Return True if this step's metrics are the best so far, and store them in `best` if so."""
+        name, largest = watched
+        value, best = metrics.get(name, math.nan), self.best
+        if not math.isfinite(value):
+            return False
+        same = best is not None and (best["metric"], best["largest"]) == watched
+        if best is not None and same and not (value > best["value"] if largest else value < best["value"]):
+            return False
+        self.best = {"step": self.step, "metric": name, "largest": largest, "value": value}
+        return True
+
+    def advance(self, sums: StepSums, skipped: str | None) -> None:
+        """Count a step with these sums. `skipped`: the reason why the update was skipped, as in Update."""
+        self.adapt(skipped)
+        self.count(sums, skipped)
+
+    def adapt(self, skipped: str | None) -> None:
+        """Adjust the loss scale after an update."""
+        if self.loss_scale.dynamic and skipped in (None, "overflow"):
+            self.loss_scale = self.loss_scale.after(skipped == "overflow")
+
+    def count(self, sums: StepSums, skipped: str | None) -> None:
+        """Count a step and its samples."""
+        self.samples += sums.num_samples
+        self.digest = chain_digest(self.digest, sums.digest)
+        self.loss = sums.loss if math.isfinite(sums.loss) else None
+        if skipped is not None:
+            self.skipped_steps += 1
+        elif self.step > max(self.bad_steps, default=-1):  # not while steps before a bad step are replayed
+            self.bad_streak = 0
+        self.step += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as a JSON value."""
+        now = self.loss_scale
+        scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
+        return {
+            **vars(self),
+            "loss_scale": scale,
+            "bad_steps": dict(self.bad_steps),
+            "bad_samples": dict(self.bad_samples),
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
+        """Restore the state from `to_json`. The current plan decides whether the loss scale is dynamic."""
+        saved = document["loss_scale"]
+        scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
+        bad_steps = {int(step): entry for step, entry in document["bad_steps"].items()}  # JSON keys are strings
+        bad_samples = {int(sample): text for sample, text in document.get("bad_samples", {}).items()}
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps, "bad_samples": bad_samples})
+
+
+def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
+    """Return the digest after a step: SHA-256 over the previous digest and the sum of the step's grain digests."""
+    return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()
+
 
 # By default, writing takes about 1 % of the time between two checkpoints, within these limits of the interval.
 _SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0

@@ -13,8 +13,7 @@ from shoal.checkpoint.state import refuse_differences
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, TensorEntry
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice, TensorSlices, entries, first_holders
 
 Index = dict[str, dict[str, TensorEntry]]  # group ("model", "optimizer") -> path -> entry
 

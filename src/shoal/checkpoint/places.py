@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, ManifestError
 from shoal.runs.address import CHECKPOINTS, RunAddress, check_owner, make_parent, take_ownership
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence
 
 # Prefix of folders that are being removed.
 GONE = ".gone-"

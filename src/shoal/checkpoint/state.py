@@ -16,13 +16,14 @@ from shoal.checkpoint.whole_optimizer import (
     attributes,
     containers,
     extras,
+    is_hooked,
+    is_torchs,
     load_extras,
     parts,
     restore_attributes,
 )
-from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.operators import raw_bytes
 from shoal.parallel.model.sharded_model import laid_out, local, replaced
 
 TENSOR = "$tensor"

@@ -19,8 +19,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEnt
 from shoal.checkpoint.places import GONE, LocalPlace, Place, RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError, RunDirectoryError
-from shoal.runs.directory import read_json
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence, read_json
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shoal.checkpoint.store import (
 )
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice
 from shoal.runs.address import CHECKPOINTS, RunAddress, fetch_to_read, is_address
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import NameRules

@@ -13,7 +13,7 @@ from shoal.cli.options import BenchOptions
 from shoal.errors import CommandError, folded
 from shoal.hardware import device as catalogued
 from shoal.hardware import dump
-from shoal.hardware.cluster_names import of_cores
+from shoal.hardware.catalogue import of_cores
 from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
 from shoal.hardware.values import DIVIDED, PROCESS_GROUP, Cluster, Device
 from shoal.launch.environment import REQUEST_FILE
@@ -37,7 +37,7 @@ def bench(options: BenchOptions) -> int:
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if handed_over is not None and environment is not None:
         task = json.loads(Path(handed_over).read_text(encoding="utf-8"))
-        from shoal.distributed.worker_process import as_rank
+        from shoal.distributed.process_setup import as_rank
         from shoal.planner.measure.worker import MeasureTask, Sampling, measure, measure_collectives
 
         task = {**task, "folder": Path(task["folder"])}

@@ -9,8 +9,7 @@ from shoal.cli.options import ResizeOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.plans.plan import read_plan
 from shoal.runs.address import is_address
-from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import about, is_held, newest
+from shoal.runs.directory import RunDirectory, about, is_held, newest, read_json
 from shoal.runs.request import with_processes
 from shoal.runs.run_files import read_run
 

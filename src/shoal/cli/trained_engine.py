@@ -19,12 +19,9 @@ from shoal.checkpoint.weights import averages, damaged, find, with_checkpoint
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.cli.export import output_of, run_of, step_of
 from shoal.cli.options import EvaluateOptions, PredictOptions
-from shoal.data.opened import open_evaluation, said_of
-from shoal.data.source import Opened
-from shoal.distributed.agreement import decided_by_rank_0, together
-from shoal.distributed.mesh import Mesh, open_mesh
-from shoal.distributed.process_setup import prepare_process
-from shoal.distributed.worker_process import as_rank
+from shoal.data.source import Opened, open_evaluation, said_of
+from shoal.distributed.mesh import Mesh, decided_by_rank_0, open_mesh, together
+from shoal.distributed.process_setup import as_rank, prepare_process
 from shoal.errors import CommandError, ExitCode, folded, nearest
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job

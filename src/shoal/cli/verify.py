@@ -8,7 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 
-from shoal.data.opened import opened
+from shoal.data.source import opened
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process, seed_loading
 from shoal.errors import ExitCode, PlanError, folded

@@ -21,15 +21,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from shoal.data.order import Order
+from shoal.data.order import Ids, Order, grain_words, spread, words_of_steps
 from shoal.data.quarantine import Fetched, Quarantine, with_replaced
-from shoal.data.sample_digest import Ids, grain_words, spread, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, JobError, ShoalError
 from shoal.launch.signals import handle_stop_signals
-from shoal.numerics.flat import is_strided, strided_parts
 from shoal.numerics.generators import generators_kept
+from shoal.numerics.operators import is_strided, strided_parts
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # Limits of steps and samples whose ids are drawn and digested at once, which saves tenths of a millisecond per step.
@@ -416,15 +415,14 @@ class MapLoader(Loader):
             digests = iter(words_of_steps(parts))
             self._known = {number: [(request, next(digests)) for request in own] for number, own in ahead.items()}
         requests = self._known.pop(step)
-        microbatches = (self._microbatch(request, self._reader.read(request), words) for request, words in requests)
+        microbatches = (self._microbatch(request, words) for request, words in requests)
         return StepData(step, step // self._order.steps_per_epoch, len(requests), microbatches)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
-        request = _Request(step, grains, ids)
-        return self._microbatch(request, self._reader.read(request, here=True))
+        return self._microbatch(_Request(step, grains, ids), here=True)
 
-    def _microbatch(self, request: _Request, fetched: Fetched, words: list[float] | None = None) -> Microbatch:
-        read = functools.partial(self._read, request.step)
+    def _microbatch(self, request: _Request, words: list[float] | None = None, *, here: bool = False) -> Microbatch:
+        fetched, read = self._reader.read(request, here=here), functools.partial(self._read, request.step)
         known = None if fetched.replaced else words
         return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, known, fetched.replaced)
 

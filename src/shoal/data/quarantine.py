@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shoal.data.sample_digest import Ids
+from shoal.data.order import Ids
 from shoal.errors import DataError
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.out_of_memory import is_out_of_memory

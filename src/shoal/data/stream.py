@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import DataRank, Loader, Microbatch, StepData
-from shoal.data.order import Order
-from shoal.data.sample_digest import Ids
-from shoal.data.source import Collate, collate_samples, digest_of_samples, raised, tell_epoch
+from shoal.data.loader import DataRank, Loader, MapLoader, Microbatch, StepData
+from shoal.data.order import Ids, Order
+from shoal.data.source import Collate, MapSource, Opened, collate_samples, digest_of_samples, raised, tell_epoch
 from shoal.errors import DataError
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
@@ -208,3 +207,12 @@ def refuse_other_samples(name: str, digests: Sequence[str | None]) -> None:
     )
     error.everywhere = True
     raise error
+
+
+def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
+    """Create this rank's loader. `workers`: number of reading processes, unused for streams. Raises: as the loaders."""
+    place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
+    if not isinstance(source, MapSource):
+        return StreamLoader(source, order, place, data.collate)
+    pins = mesh.device.type == "cuda"
+    return MapLoader(source, order, place, workers, pins, reading=data.reading, bad_samples=data.bad_samples)

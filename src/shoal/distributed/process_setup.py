@@ -1,28 +1,25 @@
-"""Process setup before training: threads, determinism, and a deferred import of torch's compiler.
-
-torch.optim.Optimizer imports torch._dynamo in its constructor and in `step`, which takes more than a second, as long as
-torch itself. It only marks code that a compiler, which does not run, should skip. Inside `compiler_deferred` these
-imports get a stand-in with the same effect. See docs/decisions/0006-start-up.md.
-"""
+"""A rank's process: its setup before training (threads, determinism, allocator), and its exit to the launcher."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from shoal.distributed.failures import as_shoal_error, to_json
+from shoal.errors import ExitCode, InUseError, LaunchError, PeerError, ShoalError
+from shoal.launch.environment import REPORT_FILE, Environment
+from shoal.launch.supervise.child import die_with_launcher, name_process
+from shoal.runs.address import RunAddress, is_address
+from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
-
-_NAME = "torch._dynamo"
 
 # glibc's mallopt: above the first size a free returns pages, above the second each allocation maps and unmaps them. A
 # step frees and allocates the same tensors again: GPT took 16,000 page faults a step, 4 % of the time on one thread.
@@ -101,74 +98,47 @@ def _set_allocator(trim_bytes: int, mmap_bytes: int) -> None:
         mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
 
 
-def _stand_in() -> ModuleType:
-    module = ModuleType(_NAME)
+def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
+    """Run `work` as a rank and return its exit code. Report the end to the launcher; without one, print an error.
 
-    def disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return fn
-
-    def load(name: str) -> Any:
-        """Replace the stand-in by the real module, since any other attribute is a real use."""
-        sys.modules.pop(_NAME, None)
-        torch.__dict__.pop("_dynamo", None)
-        return getattr(importlib.import_module(_NAME), name)
-
-    module.__getattr__ = load  # type: ignore[method-assign]
-    module.disable = disable  # type: ignore[attr-defined]
-    module.graph_break = lambda *args: None  # type: ignore[attr-defined]
-    return module
-
-
-_STAND_IN = _stand_in()
-
-
-@contextlib.contextmanager
-def compiler_deferred() -> Iterator[None]:
-    """Make `import torch._dynamo` load nothing in this context. No effect if the compiler is already loaded.
-
-    Only for calls into torch.optim's own classes: code that really compiles needs the real module.
+    `may_end_at_once`: whether a rank that lost a peer ends here, without the rest of its callers and atexit.
     """
-    if _NAME in sys.modules:
-        yield
-        return
-    sys.modules[_NAME] = torch._dynamo = _STAND_IN
+    die_with_launcher()
+    if environment.world_size > 1:
+        name_process(f"shoal-rank-{environment.rank}")
+    error: ShoalError | None = None
     try:
-        yield
-    finally:
-        if sys.modules.get(_NAME) is _STAND_IN:
-            del sys.modules[_NAME]
-        if torch.__dict__.get("_dynamo") is _STAND_IN:
-            del torch._dynamo
-
-
-# Optimizers that compute each element from that element's gradient and state alone. torch has fused kernels for their
-# steps on every device.
-BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is one of torch.optim's own classes."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Call the optimizer's `step`. For torch.optim's own classes, skip the compiler and torch's profiler span.
-
-    The span, a call into the profiler, took 20 us of a step of 150 us, and 100 us after a backward.
-    """
-    if not is_torchs(optimizer):
-        optimizer.step()
-        return
-    step = type(optimizer).step
-    plain = getattr(step, "hooked", False) and "step" not in vars(optimizer) and not is_hooked(optimizer)
-    with compiler_deferred():
-        if plain and not torch._C._autograd._profiler_enabled():
-            step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        code = work() or ExitCode.DONE
+    except (Exception, SystemExit) as caught:
+        error = as_shoal_error(caught)
+        if error.rank is None and environment.world_size > 1:
+            error.rank, error.host = environment.rank, platform.node()
+        code = error.exit_code
+        # Pods start and end one by one: a pod that missed the others, or a lost pod's end, must be restarted.
+        if environment.engine == "kubernetes" and isinstance(error, LaunchError | InUseError):
+            code = ExitCode.RANK_LOST
+    report = os.environ.get(REPORT_FILE)
+    if report:
+        document = to_json(error, environment.rank, platform.node()) if error else None
+        path = report.replace("%r", str(environment.rank))  # an engine's ranks share one variable
+        try:
+            text = json.dumps({"exit_code": int(code), "error": document})
+            if is_address(path):
+                folder, _, name = path.rpartition("/")
+                RunAddress(folder).write(name, text.encode())
+            else:
+                write_file(Path(path), text)
+        except OSError:  # the launcher's folder is not on this host
+            if error is not None:
+                print(error.render(), file=sys.stderr)
         else:
-            optimizer.step()
-
-
-def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer's `step` has hooks before or after it."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+            if may_end_at_once and isinstance(error, PeerError) and not error.everywhere:
+                # A new rank replaces this one. torch's own shutdown takes half a second, and a function that user code
+                # has registered with atexit may wait for the lost peer. Killed ranks do not call theirs either.
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(code)
+    elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit prints it
+        print(error.render(), file=sys.stderr)
+    return code

@@ -32,8 +32,8 @@ from shoal.hardware.detect import (
     memory_bytes,
     memory_limit,
     processor,
+    why_not_shared,
 )
-from shoal.hardware.fastest_all_reduce import why_not_shared
 
 _WRITTEN_BYTES = 32 << 20
 _PATIENCE_SECONDS = 10.0

@@ -174,7 +174,7 @@ class Job:
             raise JobError(
                 given="Job(grains=None)",
                 conflict="how many grains fit this job was not asked yet: that takes its model and a few samples",
-                remedy="write job = shoal.training.setup.default_grains.with_grains(job), or Job(grains=8), say",
+                remedy="write job = shoal.training.setup.job_model.with_grains(job), or Job(grains=8), say",
             )
         return self.grains
 
@@ -238,7 +238,7 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """Return the numbers that define the training, as JSON, for a resume to compare.
 
-        `shuffle` is resolved when the data are opened (`shoal.data.opened`). Until then None counts as True.
+        `shuffle` is resolved when the data are opened (`shoal.data.source`). Until then None counts as True.
         """
         length = {"kind": type(self.length).__name__.lower(), "count": self.length.count}
         return {

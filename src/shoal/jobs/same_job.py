@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shoal.jobs.job import Job
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.operators import raw_bytes
 
 # Attributes of classes and functions that do not affect their results.
 _UNCOMPUTED = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__annotations__", "_abc_impl")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.errors import JobError
 from shoal.numerics.buffer_rules import TAKEN, declared_rules, defined_rules
-from shoal.numerics.flat import views_of
+from shoal.numerics.operators import views_of
 from shoal.numerics.precision import numbers
 from shoal.numerics.python_state import same_bits
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.numerics.flat import as_real
+from shoal.numerics.operators import as_real
 
 # A float32 sum of 256 squares in eight lanes is off by about 36 u at most, and a norm by 18 u, which is 1e-6.
 # The worst measured error is 2.1e-7, for constants, which all round the same way. Random numbers stay below 1e-8.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import JobError
-from shoal.numerics.flat import as_real, is_strided
+from shoal.numerics.operators import as_real, is_strided
 from shoal.plans.plan import PrecisionSection
 
 _TENSORS = {Tensor, nn.Parameter}

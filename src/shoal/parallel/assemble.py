@@ -17,7 +17,7 @@ from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
-from shoal.numerics.flat import real_numel
+from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy

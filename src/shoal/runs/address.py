@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError, say_note
+from shoal.runs.directory import FOLDER as GENERATIONS
+from shoal.runs.directory import NAME as LOCK
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.directory_lock import FOLDER as GENERATIONS
-from shoal.runs.directory_lock import NAME as LOCK
 
 CHECKPOINTS = "checkpoints"
 OWNER = "owner.json"  # names the run that was started there last; older runs must not write

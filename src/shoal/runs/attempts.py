@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.runs.directory import RunDirectory
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.request import RunRequest
 from shoal.runs.sound_values import adapter

@@ -15,8 +15,7 @@ from typing import Any
 
 from shoal.errors import InUseError, RunDirectoryError
 from shoal.runs.attempts import Attempt, read_attempts, run_status
-from shoal.runs.directory import SESSION, RunDirectory, read_json
-from shoal.runs.directory_lock import claim, held_since, is_held
+from shoal.runs.directory import SESSION, RunDirectory, claim, held_since, is_held, read_json
 from shoal.runs.records import StepRecord, last_records
 from shoal.runs.sound_values import sound_job, sound_result
 from shoal.runs.source import COMMIT, read_source

@@ -16,8 +16,7 @@ from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
 from shoal.plans.plan import read_plan
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, relaid, warn_of
 from shoal.runs.certificate import Certificate
-from shoal.runs.directory import RunDirectory, default_directory, read_json
-from shoal.runs.directory_lock import NAME, DirectoryLock, Fence, claim
+from shoal.runs.directory import NAME, DirectoryLock, Fence, RunDirectory, claim, default_directory, read_json
 from shoal.runs.options import Course, InitialWeights, Origin
 from shoal.runs.sound_values import adapter
 
@@ -178,7 +177,7 @@ class RunRequest:
 
         With the all-reduce in shared memory, ranks also share one copy of the parameters if the job allows that.
         """
-        from shoal.hardware.fastest_all_reduce import all_reduce_here  # imported late: workers do not need its tables
+        from shoal.hardware.detect import all_reduce_here  # imported late: workers do not need its tables
 
         if not self._chooses_sums():
             return self
@@ -194,8 +193,7 @@ class RunRequest:
 
     def notes(self) -> list[str]:
         """Return notes on chosen defaults and the reasons, for runs whose ranks are all on this host."""
-        from shoal.hardware.detect import gpus
-        from shoal.hardware.fastest_all_reduce import why_not_shared
+        from shoal.hardware.detect import gpus, why_not_shared
 
         why = why_not_shared() if self._chooses_sums() and not gpus() else None
         return [f"gradients are summed over sockets (native): {why}"] if why else []

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from shoal.errors import RunDirectoryError
 from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
-from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import held_since, is_held
+from shoal.runs.directory import RunDirectory, held_since, is_held, read_json
 from shoal.runs.records import CountedRecords, StepRecord, parsed
 from shoal.runs.sound_values import sound_job, sound_plan, sound_result
 

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from shoal.jobs.secret_settings import command_without_secrets
+from shoal.runs.directory import NAME as LOCK
 from shoal.runs.directory import read_json, write_file
-from shoal.runs.directory_lock import NAME as LOCK
 
 FOLDER, COMMIT, PATCH, PACKAGES, COMMAND = "source", "commit.json", "uncommitted.patch", "packages.txt", "command.json"
 _MOST_PATCH_BYTES = 1_000_000

@@ -24,7 +24,7 @@ from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete, warn_of
 from shoal.runs.certificate import SCHEMA
 from shoal.training.observe.trace.traces import Replay, StepTrace, read, read_changes
-from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.job_model import with_grains
 from shoal.verification.compare import References, compare
 from shoal.verification.diagnose import diagnose
 from shoal.verification.forked import forked, trace_forked

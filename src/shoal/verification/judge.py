@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.data.opened import open_evaluations, opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, open_evaluations, opened
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
 from shoal.hardware.detect import cores
@@ -29,8 +28,7 @@ from shoal.training.microbatch.coupling import MIXES, by_grain, meaning
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.trace.traces import PHASES, StepTrace, identical
-from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.job_model import seeded_model
+from shoal.training.setup.job_model import seeded_model, with_grains
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers

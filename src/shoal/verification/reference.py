@@ -21,26 +21,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.checkpoint.whole_optimizer import OWN_RATE, evaluated_weights, parts, rated, with_modes
+from shoal.checkpoint.whole_optimizer import OWN_RATE, evaluated_weights, parts, rated, step_optimizer, with_modes
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
-from shoal.distributed.process_setup import step_optimizer
 from shoal.errors import ShoalError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
-from shoal.numerics.flat import real_numel
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.no_trace import copy_of
+from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, converted, numbers, wide
-from shoal.parallel.backward import run_backward
+from shoal.parallel.base import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import compare as coupling
-from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.microbatch.step import LossComputer
 from shoal.training.observe.trace.recorder import ForwardRecorder
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 from shoal.training.update.job_optimizer import Parameters, build_optimizer

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import shoal.checkpoint.keeper
-from shoal.checkpoint.keeper import CheckpointWriter, Keeper, SnapshotMemory, interval_seconds
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import CheckpointWriter, Keeper, RunState, SnapshotMemory, interval_seconds
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.distributed.mesh import alone
 

@@ -13,8 +13,7 @@ from torch import nn
 from shoal.checkpoint.pieces import described, index, share, write_together
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.store import Snapshot, Store
-from shoal.parallel.model.sharded_model import TensorSlices
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice, TensorSlices
 
 
 class Full(Store):

@@ -21,7 +21,7 @@ from shoal.checkpoint.store import (
     remove_later,
 )
 from shoal.errors import FencedError
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence
 
 
 def opened(tmp_path: Path, keep: int | None = 3) -> Store:

@@ -20,7 +20,7 @@ from shoal.cli import report as watching
 from shoal.cli.finished_run import Run
 from shoal.cli.main import main
 from shoal.cli.options import WatchOptions
-from shoal.runs.directory_lock import NAME, Patience, claim, is_held
+from shoal.runs.directory import NAME, Patience, claim, is_held
 
 COLUMNS = 40
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.loader import DataRank, MapLoader, Microbatch
-from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, open_data
 from shoal.errors import DataError
 from shoal.jobs.job import Epochs, Length, Samples
 

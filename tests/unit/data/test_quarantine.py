@@ -8,8 +8,7 @@ import torch
 from tests.unit.data.test_loader import Noisy, microbatches, order
 
 from shoal.data.loader import DataRank, MapLoader
-from shoal.data.opened import open_data
-from shoal.data.source import MapSource, small_batch
+from shoal.data.source import MapSource, open_data, small_batch
 from shoal.errors import DataError
 
 HOW = order(50, 16, 4)

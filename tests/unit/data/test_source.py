@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from shoal.data.opened import open_data
-from shoal.data.source import MapSource, NoSamples, SampleSource, TensorSource
+from shoal.data.source import MapSource, NoSamples, SampleSource, TensorSource, open_data
 from shoal.errors import DataError, DatasetNotFoundError
 from shoal.plans.grains import random_key
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.numerics.generators import python_generators, seed_everything
 from shoal.numerics.grain_randomness import DrawCounter, GrainScope, NotFusibleError
 from shoal.numerics.isolation import without_modes
-from shoal.parallel.backward import run_backward
+from shoal.parallel.base import run_backward
 from shoal.plans.grains import Grain
 
 GRAINS = [Grain(0, 0, 3), Grain(1, 3, 3), Grain(2, 6, 3), Grain(3, 9, 2)]

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import InUseError, RunDirectoryError
 from shoal.runs.collection import check_removable, entry_of, remove, runs_below, size_of
-from shoal.runs.directory_lock import claim
+from shoal.runs.directory import claim
 
 FORMATS = Path(__file__).parents[2] / "fixtures" / "formats"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import InUseError, RunDirectoryError
-from shoal.runs.directory_lock import NAME, DirectoryLock, Holder, Patience, claim
+from shoal.runs.directory import NAME, DirectoryLock, Holder, Patience, claim
 
 QUICK = Patience(beat_seconds=0.05, missed_beats=6, ending_seconds=0.3, settling_seconds=0.0, poll_seconds=0.01)
 

@@ -11,7 +11,7 @@ import torch
 
 from shoal.checkpoint.store import NewestMark, Snapshot, Store
 from shoal.errors import FencedError
-from shoal.runs.directory_lock import FOLDER, Fence, claim, newest, withdraw
+from shoal.runs.directory import FOLDER, Fence, claim, newest, withdraw
 
 SNAPSHOT = Snapshot(4, {"model": {"w": torch.ones(2)}}, {"tensors": {}})
 
@@ -46,7 +46,7 @@ def test_two_that_begin_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Fence.next(tmp_path, 1, "begun")
     Fence.next(tmp_path, 1, "resumed")
     for stale in (0, 1):  # the number of one that is there, and of one that is gone already
-        monkeypatch.setattr("shoal.runs.directory_lock.newest", _once(stale))
+        monkeypatch.setattr("shoal.runs.directory.newest", _once(stale))
         with pytest.raises(FencedError):
             Fence.next(tmp_path, 1, "resumed")
 

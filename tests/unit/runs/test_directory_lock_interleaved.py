@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import FencedError
-from shoal.runs import directory_lock
-from shoal.runs.directory_lock import Fence, newest
+from shoal.runs import directory
+from shoal.runs.directory import Fence, newest
 
 NAMES = ("commits", "takes over", "takes over too")
-SOURCES = (directory_lock.__file__, directory_lock.write_aside.__code__.co_filename)
+SOURCES = (directory.__file__,)
 
 
 class Process:

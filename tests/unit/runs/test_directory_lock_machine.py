@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.runs.test_directory_lock_interleaved import Process
 
 from shoal.errors import FencedError
-from shoal.runs.directory_lock import Fence, newest
+from shoal.runs.directory import Fence, newest
 
 
 @dataclass

@@ -22,8 +22,7 @@ from shoal.plans import Plan
 from shoal.plans.legal import ModelFacts, conflicts
 from shoal.plans.plan import AXES, plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
-from shoal.runs.directory import RunDirectory
-from shoal.runs.directory_lock import about
+from shoal.runs.directory import RunDirectory, about
 from shoal.runs.options import Origin, options_of
 from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
 
@@ -288,13 +287,13 @@ def test_shared_memory_unless_it_cannot_be_and_then_why(
     job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.gpus", list)
     monkeypatch.setattr("shoal.hardware.detect.gpus", list)
-    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: None)
+    monkeypatch.setattr("shoal.hardware.detect.gpus", list)
+    monkeypatch.setattr("shoal.hardware.detect.why_not_shared", lambda: None)
     two = request(job, "--devices", "2")
     assert two.with_own_sums().what.plan.collectives.all_reduce == "shared_memory"
     assert two.notes() == []
-    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: "there is no /proc")
+    monkeypatch.setattr("shoal.hardware.detect.why_not_shared", lambda: "there is no /proc")
     assert two.with_own_sums().what.plan.collectives.all_reduce == "native"
     assert two.notes() == ["gradients are summed over sockets (native): there is no /proc"]
     alone = request(job, "--devices", "1")
@@ -306,7 +305,7 @@ def test_one_copy_where_sums_go_through_shared_memory_and_no_file_says(
     job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fastest = ["shared_memory"]
-    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest[0])
+    monkeypatch.setattr("shoal.hardware.detect.all_reduce_here", lambda ranks: fastest[0])
     for mode in ((), ("--exact",)):
         two = request(job, "--devices", "2", *mode).with_own_sums()
         assert two.what.plan.memory.shared
@@ -331,7 +330,7 @@ def test_one_copy_where_sums_go_through_shared_memory_and_no_file_says(
 def test_exact_sums_go_through_shared_memory_or_sockets(
     job: str, monkeypatch: pytest.MonkeyPatch, fastest: str, chosen: str
 ) -> None:
-    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest)
+    monkeypatch.setattr("shoal.hardware.detect.all_reduce_here", lambda ranks: fastest)
     found = request(job, "--devices", "2", "--exact").with_own_sums()
     assert found.what.plan.collectives.all_reduce == chosen
 

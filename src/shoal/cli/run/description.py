@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.distributed.process_setup import versions
 from shoal.errors import JobMismatchError, RunDirectoryError
 from shoal.jobs.differences import ABSENT, changed, differences
@@ -30,8 +30,7 @@ from shoal.numerics.generators import generators_kept
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.runs.certificate import Certificate
-from shoal.runs.directory import RunDirectory
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.options import Course, declared
 from shoal.runs.request import RunRequest
 from shoal.training.setup.engine import Engine

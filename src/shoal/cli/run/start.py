@@ -35,8 +35,7 @@ from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.attempts import Events
-from shoal.runs.directory import RunDirectory, default_directory, guarded_files, read_json
-from shoal.runs.directory_lock import DirectoryLock, withdraw
+from shoal.runs.directory import DirectoryLock, RunDirectory, default_directory, guarded_files, read_json, withdraw
 from shoal.runs.options import Course, Origin, course_of, declared, initial_weights, whole_number
 from shoal.runs.request import RunRequest, What, Where, claim_directory, devices_here, dumped, loaded
 from shoal.runs.sound_values import adapter

@@ -32,12 +32,10 @@ from shoal.cli.run.description import (
 )
 from shoal.cli.run.way_out import with_way_out
 from shoal.cli.run.write_result import Result
-from shoal.data.opened import opened
-from shoal.distributed.agreement import decided_by_rank_0, together
+from shoal.data.source import opened
 from shoal.distributed.failures import as_shoal_error
-from shoal.distributed.mesh import Mesh, alone, open_mesh
-from shoal.distributed.process_setup import has_drawn_since_loading, prepare_process, seed_loading
-from shoal.distributed.worker_process import as_rank
+from shoal.distributed.mesh import Mesh, alone, decided_by_rank_0, open_mesh, together
+from shoal.distributed.process_setup import as_rank, has_drawn_since_loading, prepare_process, seed_loading
 from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
@@ -49,8 +47,7 @@ from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.plans.legal import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, Events, StartUp, call_began_at, mtbf_seconds
-from shoal.runs.directory import RunDirectory, guarded_files, read_json
-from shoal.runs.directory_lock import withdraw
+from shoal.runs.directory import RunDirectory, guarded_files, read_json, withdraw
 from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS
 from shoal.runs.records import StepRecord

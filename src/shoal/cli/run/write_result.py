@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.state import sha256_of
 from shoal.distributed.failures import to_json
 from shoal.distributed.process_setup import versions
@@ -22,10 +22,9 @@ from shoal.hardware.values import kind_of
 from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.runs.attempts import AttemptLog, EffectiveTime, earlier_starts
-from shoal.runs.directory import RunDirectory
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.records import RunRecord, StepRecord
-from shoal.training.loop.between_steps import Outcome
+from shoal.training.loop.trainer import Outcome
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.training.setup.engine import Engine

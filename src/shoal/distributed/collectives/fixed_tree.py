@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.collectives.shared_memory.staging import CHUNK_BYTES, LINE_BYTES, cut
-from shoal.plans.accounting.partition import Range, cuts, halves, pieces
+from shoal.plans.accounting.collectives import Range, cuts, halves, pieces
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory

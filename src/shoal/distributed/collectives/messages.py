@@ -21,7 +21,7 @@ from shoal.distributed.collectives.shared_memory.region import exchanged, place_
 from shoal.distributed.mesh import new_group
 from shoal.errors import CollectiveError, PeerError
 from shoal.plans.accounting.all_reduce import HEADER_BYTES, doubles, halving, place_in_tree, segments
-from shoal.plans.accounting.partition import cuts
+from shoal.plans.accounting.collectives import cuts
 
 # How long a rank whose message failed searches for the rank that died.
 _PATIENCE_SECONDS = 0.5

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle, Operation, Team
-from shoal.plans.accounting.partition import gathers
+from shoal.plans.accounting.collectives import gathers
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import HardwareError, LaunchError
-from shoal.hardware.cluster_names import with_network
+from shoal.hardware.catalogue import with_network
 from shoal.hardware.values import Cluster, checked
 from shoal.launch.launchers.base import words_of
 from shoal.launch.launchers.ssh import HostProbe, named_hosts, together

@@ -97,11 +97,12 @@ class Heartbeat:
             self._memory, self.writes = None, False
 
     def begin_step(self) -> None:
-        """Count a step."""
+        """Count a step, which begins in the phase `other`."""
         self._steps += 1
         if self._memory is not None and self._steps % _WINDOW == 0:
             _LONGEST.pack_into(self._memory, _NOW.size + _LONGEST.size, *self._longest)
             self._longest = [0.0] * len(PHASES)
+        self.enter("other")
 
     def enter(self, phase: str) -> None:
         """End the rank's current phase and begin `phase`. Entering the same phase again is a sign of life."""

@@ -27,9 +27,8 @@ from shoal.launch.supervise.child import OutputRelay, how_it_ended, last_lines, 
 from shoal.launch.supervise.fork_server import ForkServer, Process, fresh_interpreter
 from shoal.launch.supervise.heartbeat import Watch, different_calls
 from shoal.launch.supervise.recovery import EndedRank, verdict
-from shoal.runs.directory import read_json
-from shoal.runs.directory_lock import FOLDER as GENERATIONS
-from shoal.runs.directory_lock import NAME
+from shoal.runs.directory import FOLDER as GENERATIONS
+from shoal.runs.directory import NAME, read_json
 
 _REQUEST = "request.json"
 _NAME_SECONDS, _LOOK_SECONDS = 40.0, 0.5

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from shoal.data.loader import Microbatch
 from shoal.distributed.collectives.fixed_tree import evaluate
 from shoal.jobs.job import Progress
-from shoal.numerics.flat import raw_bytes, views_of
 from shoal.numerics.gradient_norm import global_norm
+from shoal.numerics.operators import raw_bytes, views_of
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
-from shoal.plans.accounting.partition import Range, divide
+from shoal.plans.accounting.collectives import Range, divide
 
 T = TypeVar("T")
 

@@ -24,9 +24,8 @@ from shoal.distributed.collectives.base import Collective, Handle, Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
 from shoal.numerics import device_reads
-from shoal.numerics.flat import as_real, in_dtype, real_numel, views_of
 from shoal.numerics.gradient_norm import norm_tensor
-from shoal.parallel.backward import run_backward
+from shoal.numerics.operators import as_real, in_dtype, real_numel, views_of
 from shoal.parallel.base import (
     NUM_SUMS,
     WEIGHT,
@@ -36,10 +35,11 @@ from shoal.parallel.base import (
     QueuedSums,
     StepSums,
     Strategy,
+    run_backward,
 )
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.update_division import UpdateDivision
-from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
+from shoal.plans.accounting.collectives import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from torch import nn
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
 from shoal.numerics.generators import generators_kept, seed_everything
-from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from shoal.parallel.model.sharded_model import TensorSlice
 
 # Hooks by the id in their handles. A handle removes its hook from this very dict.
 _Calls = dict[Any, Any]

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shoal.distributed.failures import is_lost_peer
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, new_group
 from shoal.errors import PeerError
-from shoal.parallel.backward import Weights, backward_input, backward_weight, run_engine
+from shoal.parallel.base import Weights, backward_input, backward_weight, run_engine
 from shoal.parallel.pipeline.stage_trace import Blank
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Function, Stages

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import PlanError, nearest
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 from shoal.parallel.model.structure import members_of
+from shoal.parallel.model.trial import FunctionCall, FunctionTrace
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, Outline, Slot, StageTrace, written_by
 from shoal.plans.legal import IN_ORDER, other_number
 

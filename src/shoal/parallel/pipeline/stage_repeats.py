@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.numerics.operators import storage_key, tensors_in
-from shoal.parallel.model.function_trace import FunctionCall
 from shoal.parallel.model.module_state import PlaceNumber, UnknownStateError, place_numbers, state_of
 from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.model.trial import FunctionCall
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer, Use, written_by
 
 # Packages with blocks that are known to keep no state outside their arguments and attributes. The trace does not

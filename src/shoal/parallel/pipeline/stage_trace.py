@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
+from shoal.parallel.model.trial import FunctionCall, FunctionTrace
 
 Forward = Callable[..., Any]
 

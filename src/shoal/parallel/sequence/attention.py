@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.errors import PlanError, ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, is_without_data, through
 from shoal.parallel.sequence.positions import PartDropout, Span, refusal
-from shoal.plans.accounting.partition import Heads
+from shoal.plans.accounting.collectives import Heads
 from shoal.plans.legal import AT_LEAST_A_HEAD
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, gather, slice_of
-from shoal.parallel.model.function_trace import DROPOUTS, dropout_arguments
+from shoal.parallel.model.trial import DROPOUTS, dropout_arguments
 from shoal.parallel.tensor.layers import with_base
-from shoal.plans.accounting.partition import num_positions
+from shoal.plans.accounting.collectives import num_positions
 
 # The sequence's dim of the hidden state [batch, positions, ...].
 SEQUENCE = 1

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.errors import JobError, ShoalError, first_line
 from shoal.parallel.axis_collectives import TensorAxis, divide, join
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice
 from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.plan import edges_of
 from shoal.parallel.sequence.positions import (

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map
 from shoal.errors import PlanError, first_line
 from shoal.numerics.grain_randomness import draws
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.model.structure import repeated_blocks
-from shoal.parallel.model.trial import Values
+from shoal.parallel.model.trial import DROPOUTS, FunctionCall, FunctionTrace, Values, dropout_arguments, on_copies
 from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 

@@ -21,18 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.distributed.agreement import raise_together
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import not_on
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, open_copied, places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
-from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.distributed.process_setup import BY_ELEMENT
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh, raise_together
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.parameter_pieces import ParameterPieces
 from shoal.parallel.shard.update_division import Parts, UpdateDivision, error_of, owners
-from shoal.plans.accounting.partition import shared_part
+from shoal.plans.accounting.collectives import shared_part
+
+# Optimizers that compute each element from that element's gradient and state alone. torch has fused kernels for their
+# steps on every device.
+BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMemory:

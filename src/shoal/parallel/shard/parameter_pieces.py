@@ -20,7 +20,7 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import SharedRegion, exchanged, open_region
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import Mesh
-from shoal.plans.accounting.partition import PIECE_ROW, level
+from shoal.plans.accounting.collectives import PIECE_ROW, level
 
 # dtype of each state tensor that has its parameter's shape, by index of the parameter and key of the tensor.
 Kinds = dict[str, dict[str, str]]

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.mesh import raise_together
 from shoal.errors import ShoalError
 from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.plans.accounting.partition import PIECE_BYTES, divide, pack
+from shoal.plans.accounting.collectives import PIECE_BYTES, divide, pack
 
 # Number of concurrent broadcasts. Their buffers are the only memory that an exchange of new values adds.
 PIECES_AT_ONCE = 4

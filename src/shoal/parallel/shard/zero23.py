@@ -33,9 +33,8 @@ from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
 from shoal.parallel.data.replicated import all_sums, queued_sums
-from shoal.parallel.model.sharded_model import ShardedModel, cut_of, local, replaced
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlice, cut_of, local, replaced
 from shoal.parallel.model.structure import repeated_blocks
-from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.parallel.shard import torch_release
 from shoal.parallel.shard.torch_release import param_groups
 from shoal.plans.plan import Plan

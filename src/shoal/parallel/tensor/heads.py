@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.model.function_trace import on_copies
-from shoal.parallel.model.trial import SEED, ModelTrial, is_same
+from shoal.parallel.model.trial import SEED, ModelTrial, is_same, on_copies
 from shoal.parallel.tensor.layers import give_role, kind, num_features, product
 from shoal.parallel.tensor.logits import Classes, Entropy, Head, Rows, divided, gradient, highest, losses, row_sums
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import TensorTrace
-from shoal.plans.accounting.partition import cuts
+from shoal.plans.accounting.collectives import cuts
 
 SLICED = "cut along its outputs, of which a cross entropy takes slices"
 _ROWS = 16

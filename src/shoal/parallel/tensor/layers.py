@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.numerics.isolation import undisturbed
 from shoal.parallel.axis_collectives import TensorAxis, enter, gather, leave
-from shoal.parallel.model.tensor_slice import Outputs, Runs
+from shoal.parallel.model.sharded_model import Outputs, Runs
 from shoal.parallel.tensor.logits import Head, divided
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)

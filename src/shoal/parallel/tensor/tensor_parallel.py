@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ShoalError, from_json
 from shoal.parallel.axis_collectives import TensorAxis, enter, leave
-from shoal.parallel.model.tensor_slice import Runs, TensorSlice
+from shoal.parallel.model.sharded_model import Runs, TensorSlice
 from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.tensor.heads import sizes, with_sliced
 from shoal.parallel.tensor.layers import (
@@ -41,9 +41,8 @@ from shoal.parallel.tensor.layers import (
     output_dim,
     output_dims,
 )
-from shoal.parallel.tensor.pairs import Slice, set_count
-from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.plans.accounting.partition import cuts
+from shoal.parallel.tensor.plan import Slice, TensorPlan, decide, follow, set_count
+from shoal.plans.accounting.collectives import cuts
 
 # A module's number among its siblings.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

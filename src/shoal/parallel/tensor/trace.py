@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
+from shoal.parallel.model.trial import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.tensor.layers import feature_dim, kind
 
 # Marks a source that is no linear layer's output, or was computed from one in an unknown way.

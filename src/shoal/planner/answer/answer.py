@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.opened import opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, opened
 from shoal.errors import ShoalError
 from shoal.hardware import cluster as find_cluster
-from shoal.hardware.fastest_all_reduce import fastest_on
+from shoal.hardware.detect import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision
@@ -34,8 +33,7 @@ from shoal.planner.answer.outlook import (
     sensitivity,
 )
 from shoal.planner.calibrate.lessons import read as read_correction
-from shoal.planner.predict.stage_split import segments
-from shoal.planner.predict.workload import Workload
+from shoal.planner.predict.workload import Workload, segments
 from shoal.planner.profile.profiles import Batches, is_small, profile_job
 from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, counted, gib
 from shoal.planner.search.space import Space, counts
@@ -44,8 +42,7 @@ from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
-from shoal.training.setup.default_grains import deferred_outline, grains_of, outline, with_grains
-from shoal.training.setup.job_model import build_model
+from shoal.training.setup.job_model import build_model, deferred_outline, grains_of, outline, with_grains
 from shoal.training.setup.memory_format_choice import choose_format
 from shoal.training.setup.preflight import one_grain
 from shoal.training.update.job_optimizer import Parameters, build_optimizer

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CommandError, LaunchError
-from shoal.hardware.detect import cores, processor
-from shoal.hardware.fastest_all_reduce import comparison_file
+from shoal.hardware.detect import comparison_file, cores, processor
 from shoal.launch.supervise.ranks import LocalRun, launch
 from shoal.report.html import Series, Spot, chart
 from shoal.runs.directory import write_file

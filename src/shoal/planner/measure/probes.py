@@ -18,7 +18,7 @@ from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.shared_memory.process_group import open_group
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.hardware.fastest_all_reduce import shares_memory
+from shoal.hardware.detect import shares_memory
 from shoal.hardware.values import CHANNELS_LAST, SHARED_MEMORY, STREAM_BYTES, intensity
 from shoal.numerics.precision import ProductsInFloat32, channels_last, is_slow
 

@@ -21,7 +21,7 @@ from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
-from shoal.hardware.fastest_all_reduce import ALGORITHMS, shares_memory
+from shoal.hardware.detect import ALGORITHMS, shares_memory
 from shoal.hardware.values import SHARED_MEMORY
 from shoal.jobs.job import Job, Steps
 from shoal.launch.environment import Environment
@@ -42,8 +42,8 @@ from shoal.plans.resolve import complete
 from shoal.runs.directory import write_file
 from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.step_records import RecordWriter, Surroundings
+from shoal.training.observer import peak_memory_bytes
 from shoal.training.setup.engine import Options, build
-from shoal.training.step_clock import peak_memory_bytes
 
 _EXCHANGE_SECONDS = 0.15  # approximate time for one size of one kind
 _STORAGE_BYTES = 1 << 26

@@ -17,8 +17,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
-from shoal.planner.predict.stage_split import ModelPart
-from shoal.planner.predict.workload import ITEMSIZE
+from shoal.planner.predict.workload import ITEMSIZE, ModelPart
 from shoal.planner.profile.values import Body
 from shoal.plans.accounting.collectives import REPLICAS, WORLD, Array, Gradients, Sharding, SizedCollective
 from shoal.plans.plan import LayoutSection, Plan

@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.stage_split import Counts
-from shoal.planner.predict.workload import ITEMSIZE, Program, Share
+from shoal.planner.predict.workload import ITEMSIZE, Counts, Program, Share
 from shoal.planner.profile.values import ALIGNED, NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 # Tiles that a GPU's matmul library chooses from, as (m, n, share of the large tile's rate). Smaller tiles read more

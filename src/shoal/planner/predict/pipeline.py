@@ -13,11 +13,24 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
-from shoal.planner.predict import stage_split
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.compute_time import DeviceModel, Passes, StageCosts, is_layer, together
-from shoal.planner.predict.stage_split import Counts, ModelPart, StageDivision, flat, segments
-from shoal.planner.predict.workload import ITEMSIZE, Program, Share, Workload
+from shoal.planner.predict.workload import (
+    ITEMSIZE,
+    Counts,
+    ModelPart,
+    Program,
+    Share,
+    StageDivision,
+    Stages,
+    Workload,
+    balanced_lengths,
+    by_names,
+    equal,
+    flat,
+    segments,
+    thresholds,
+)
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 from shoal.plans.plan import Plan
 from shoal.plans.schedule import Action, ActionKind, actions, in_flight, in_flight_by_stage, simulate
@@ -455,14 +468,14 @@ class Staging:
         if num_stages == 1:
             return self._divided((self._work.profile.units,), num_stages)
         if split:
-            return self._divided(stage_split.by_names(units, split), num_stages)
+            return self._divided(by_names(units, split), num_stages)
         if self._program.cut == "equal":
-            return self._divided(stage_split.equal(units, num_stages), num_stages)
+            return self._divided(equal(units, num_stages), num_stages)
         if self._program.cut != "balanced":
             flops = [unit.body.flops(share.samples) for unit in units]
-            return self._divided(stage_split.thresholds(units, flops, num_stages), num_stages)
+            return self._divided(thresholds(units, flops, num_stages), num_stages)
         runs = [(sum(costs.body(body, share, again, True).seconds for body in own), n) for own, n in self._runs]
-        lengths = stage_split.balanced_lengths(runs, num_stages)
+        lengths = balanced_lengths(runs, num_stages)
         lengths += (0,) * (num_stages - len(lengths))
         if lengths not in self._balanced:
             left = iter(self._segments)
@@ -470,7 +483,7 @@ class Staging:
             self._balanced[lengths] = self._divided(stages, num_stages)
         return self._balanced[lengths]
 
-    def _divided(self, stages: stage_split.Stages, num_stages: int) -> StageDivision:
+    def _divided(self, stages: Stages, num_stages: int) -> StageDivision:
         """Return one shared object for equal divisions. Missing stages become empty ones."""
         stages += ((),) * (num_stages - len(stages))
         return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages, self._known_parts))

@@ -11,12 +11,12 @@ from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.collective_time import Accounts, Network, ShardExchanges, price
 from shoal.planner.predict.compute_time import WINOGRAD, DeviceModel
 from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, StageSize, Staging, makespan
-from shoal.planner.predict.stage_split import ModelPart
 from shoal.planner.predict.workload import (
     CATEGORIES,
     ITEMSIZE,
     LARGE_PARAMETER,
     TERMS,
+    ModelPart,
     Prediction,
     Program,
     Share,
@@ -25,29 +25,28 @@ from shoal.planner.predict.workload import (
 from shoal.planner.profile.values import Profile
 from shoal.plans.accounting.all_reduce import compressed_buckets, compression_buffers
 from shoal.plans.accounting.collectives import (
+    GLOO_BUCKET_BYTES,
+    NCCL_BUCKET_BYTES,
     REPLICAS,
     Array,
     Gradients,
     SizedCollective,
     agreement,
     bucket_sums,
-    norm,
-    owned,
-    rows,
-    sharded_optimizer,
-    sums,
-)
-from shoal.plans.accounting.memory import (
     bucketed,
     cut,
     gathered_parameters,
+    norm,
+    owned,
+    rows,
     scattered_gradients,
     scattered_peak,
+    sharded_optimizer,
     sharded_parameters,
+    sums,
     waiting_gradients,
 )
 from shoal.plans.accounting.model_parallel import Partial, completed
-from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES
 from shoal.plans.plan import Plan
 
 _UPDATE = "update"  # key of the optimizer's rate in `Device.operators`

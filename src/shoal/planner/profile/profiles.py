@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.opened import training_data
-from shoal.data.source import MapSource, small_batch
+from shoal.data.source import MapSource, small_batch, training_data
 from shoal.errors import ShoalError, UserCodeError
 from shoal.jobs.job import Job
-from shoal.numerics.flat import is_strided
 from shoal.numerics.generators import generators_kept
-from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.numerics.operators import is_strided, replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
@@ -28,8 +26,7 @@ from shoal.planner.profile.operators import OptimizerCost, update
 from shoal.planner.profile.trace import Loss, Model, OperatorTrace, OperatorTracer
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan, PrecisionSection
-from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.job_model import lazy_names, whole
+from shoal.training.setup.job_model import lazy_names, whole, with_grains
 
 # Numbers of samples to trace: two determine the line, the third checks it. One sample is unsuitable, because a dim of
 # size 1 is a special case for strides, broadcasts and batch statistics. The later tuples serve losses that accept

@@ -229,8 +229,7 @@ class Node(NamedTuple):
             least = max(least, bounds.staged(layouts, self.way) + layouts.beside)
             for replicas in layouts.replicas[::-1] if aim.name == "widest" else layouts.replicas:
                 place = Degrees(replicas, layouts.cut)
-                beside = bounds.costs(place.devices).beside(place.devices, place.cut.ranks > 1)
-                seconds = least - layouts.beside + beside
+                seconds = least - layouts.beside + bounds.beside(place)
                 yield Node(max(least, seconds), layouts, self.family, self.way, place)
         elif self.plan is None:
             if (seconds := bounds.at(self.place, self.way)) > least:
@@ -298,8 +297,8 @@ class Search:
         nodes = []
         for (costs, share, cut), replicas in classes.items():
             first, divided = Degrees(min(replicas), cut), Degrees(max(replicas), cut)
-            beside = costs.beside(first.devices, cut.ranks > 1)
-            floor = self.costs(first.devices).floor(share * self._grain_size, *cut)
+            beside = self.bounds.beside(first)
+            floor = costs.floor(share * self._grain_size, *cut)
             nodes.append(Node(floor + beside, LayoutClass(share, cut, tuple(sorted(replicas)), first, divided, beside)))
         return nodes
 

@@ -581,11 +581,12 @@ class Bounds:
     def at(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Return a lower bound of the seconds of a schedule at a place."""
         if (place, way) not in self._at:
-            costs = self.costs(place.devices)
-            self._at[place, way] = costs.at(self.space.plan(place, way)) + costs.beside(
-                place.devices, place.cut.ranks > 1
-            )
+            self._at[place, way] = self.costs(place.devices).at(self.space.plan(place, way)) + self.beside(place)
         return self._at[place, way]
+
+    def beside(self, place: Degrees) -> float:
+        """Return the seconds at a place that only the bound of a whole plan includes."""
+        return self.costs(place.devices).beside(place.devices, place.cut.ranks > 1)
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> list[BoundedPlan]:
         """Return the plans of a schedule at a place with their bounds, the least seconds first."""

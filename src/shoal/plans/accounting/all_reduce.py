@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective
+from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective, cuts, gathers
 from shoal.plans.accounting.collectives import data_parallel as native
 from shoal.plans.accounting.collectives import sums as step_sums
-from shoal.plans.accounting.partition import cuts, gathers
 from shoal.plans.legal import FED_BACK
 from shoal.plans.plan import Layout, Plan
 

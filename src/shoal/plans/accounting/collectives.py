@@ -1,35 +1,202 @@
-"""Communication volume of a rank in a step: messages and bytes of every collective, from shapes and degrees alone.
+"""Messages and peak bytes of a rank in a step under data parallelism and ZeRO, from shapes and degrees alone.
 
-Bytes are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a rank's two buffers. That is the tensor for
-an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output) and a
-reduce_scatter (the input). It is the same for every algorithm.
+Bytes of a message are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a rank's two buffers. That is
+the tensor for an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output)
+and a reduce_scatter (the input). It is the same for every algorithm. The formulas yield each collective with its size.
+A run compares its count with their sum, and the planner estimates the time of each one on a network.
 
-The formulas yield each collective with its size. A run compares its count with their sum, and the planner estimates
-the time of each one on a network.
+The strategies divide tensors, gradients and optimizer states into parts and buckets by the rules here, in integers.
+
+Peak bytes have categories, which may peak at different moments, so their sum is an upper bound. Not included: buffers
+of the model, temporaries inside an operator, the allocator's fragments, the process itself.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
+from operator import add
 from typing import NamedTuple
 
-from shoal.plans.accounting.partition import (
-    GLOO_BUCKET_BYTES,
-    NCCL_BUCKET_BYTES,
-    PIECE_BYTES,
-    cuts,
-    divide,
-    divide_into_buckets,
-    gathers,
-    pack,
-    pieces,
-)
 from shoal.plans.plan import Layout
+
+# The first bucket is small, as in DDP, so that the first all_reduce starts early. The last is small too, unlike in DDP,
+# because the backward cannot hide it. Other buckets have 4 MiB over Gloo; NCCL needs DDP's 25 MiB for its bandwidth.
+END_BUCKET_BYTES, GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES = 1 << 20, 4 << 20, 25 << 20
+# Up to these limits Gloo gathers and each rank sums: one exchange instead of the two of an all_reduce. Between two busy
+# processes 0.5 MB took 1.7 ms instead of 2 to 4 ms; 13 MB took 21 ms instead of 12 ms.
+GATHER_BYTES, GATHER_RANKS = 2 << 20, 4
+# Smaller parameters of one owner share a message up to this size: starting a broadcast costs as much as 0.1 MB.
+PIECE_BYTES = 1 << 20
+# Elements that a divided update keeps together: a row of the gradient's norm, and whole vector registers.
+PIECE_ROW = 256
+# An update is divided further if a rank exceeds its share of the bytes by this fraction; shortest run in bytes.
+_UNEVEN, _LEAST_RUN = 0.05, 1 << 15
+_ROW_BYTES = PIECE_ROW * 8
+
+
+Range = tuple[int, int]
+
+
+def cuts(length: int, parts: int) -> list[int]:
+    """Return the bounds of an even division: the first index of each of `parts` parts, and the end of the last."""
+    return [length * part // parts for part in range(parts + 1)]
+
+
+def shared_part(num_bytes: int, parts: int, place: int) -> int:
+    """Return one rank's portion of memory that `parts` ranks share, so that it counts once in total."""
+    bounds = cuts(num_bytes, parts)
+    return bounds[place + 1] - bounds[place]
+
+
+def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[int]]:
+    """Group parameters of these sizes in bytes into buckets of indices, last first, as the backward reaches them.
+
+    A bucket closes once it has reached its size: END_BUCKET_BYTES for the first and the last, else `middle_bytes`.
+    """
+    order = list(reversed(range(len(sizes))))
+    cut, tail = len(order), 0
+    while cut and tail < END_BUCKET_BYTES:  # fill the last bucket from its end
+        cut -= 1
+        tail += sizes[order[cut]]
+    groups: list[list[int]] = []
+    size, limit = 0, 0
+    for i in order[:cut]:
+        if size >= limit:
+            limit = middle_bytes if groups else END_BUCKET_BYTES
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += sizes[i]
+    return [*groups, order[cut:]]
+
+
+def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
+    """Return True if a bucket of `num_bytes` is gathered and summed by each rank instead of all-reduced."""
+    return on_cpu and num_bytes <= GATHER_BYTES and world_size <= GATHER_RANKS
+
+
+def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """Return an owner for each size, the largest first to the least loaded. Within 4/3 of the best (Graham 1969)."""
+    owners = [0] * len(sizes)
+    loads = [(0, owner) for owner in range(min(num_owners, len(sizes)))]  # a heap
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, owners[i] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[i], owners[i]))
+    return owners
+
+
+def level(
+    sizes: Sequence[int], owners: Sequence[int], num_owners: int, divisible: Sequence[bool]
+) -> dict[int, dict[int, Range]]:
+    """Divide sizes whose owner has too much; return {index: {owner: bytes [begin, end)}} for the divided ones.
+
+    The largest come first. Each owner passes on its excess over the average and keeps a part. Other sizes stay whole.
+    """
+    loads = [0] * num_owners
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    fair = -(-sum(sizes) // num_owners)
+    divided: dict[int, dict[int, Range]] = {}
+    for i in sorted((i for i, may in enumerate(divisible) if may), key=lambda i: (-sizes[i], i)):
+        spare = min(loads[owners[i]] - fair, sizes[i] - _LEAST_RUN)
+        if spare <= _UNEVEN * fair:
+            continue
+        runs: dict[int, Range] = {}
+        begin = 0
+        for taker in sorted(range(num_owners), key=lambda owner: (loads[owner], owner)):
+            size = min(spare - begin, fair - loads[taker]) // _ROW_BYTES * _ROW_BYTES
+            if size >= _LEAST_RUN:
+                runs[taker] = begin, begin + size
+                begin += size
+                loads[taker] += size
+        if begin:
+            loads[owners[i]] -= begin
+            divided[i] = {**runs, owners[i]: (begin, sizes[i])}
+    return divided
+
+
+def pack(sizes: Sequence[int], alone: Sequence[bool], kinds: Sequence[object]) -> list[list[int]]:
+    """Return the indices of one owner's parameters for each message, in the order of the messages.
+
+    Neighbours of one kind (dtype) share a message up to PIECE_BYTES. Parameters marked `alone` precede waiting ones.
+    """
+    messages: list[list[int]] = []
+    waiting: list[int] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if alone[i]:
+            messages.append([i])
+            continue
+        if waiting and (total + size > PIECE_BYTES or kinds[i] != kinds[waiting[0]]):
+            messages.append(waiting)
+            waiting, total = [], 0
+        waiting.append(i)
+        total += size
+    return [*messages, waiting] if waiting else messages
+
+
+def halves(lo: int, hi: int) -> tuple[Range, Range]:
+    """Return the two children of the fixed tree's node over positions [lo, hi); hi - lo is at least 2."""
+    middle = lo + (1 << ((hi - lo - 1).bit_length() - 1))
+    return (lo, middle), (middle, hi)
+
+
+def pieces(positions: Iterable[int], num_grains: int) -> list[Range]:
+    """Return the largest nodes of the tree over [0, num_grains) with only these positions, in order."""
+    own = set(positions)
+
+    def visit(lo: int, hi: int) -> list[Range]:
+        if own.issuperset(range(lo, hi)):
+            return [(lo, hi)]
+        if hi - lo == 1 or own.isdisjoint(range(lo, hi)):
+            return []
+        left, right = halves(lo, hi)
+        return visit(*left) + visit(*right)
+
+    return visit(0, num_grains)
+
+
+# ------------------------------------------------------------------------------------------------------------ sequences
+
+# Model code that checks the sequence length takes a single position for a step of text generation.
+FEWEST_POSITIONS = 2
+
+
+def num_positions(length: int, degree: int) -> int:
+    """Return the positions of a sequence on each of `degree` ranks; positions after its end copy the last one."""
+    return max(-(-length // degree), FEWEST_POSITIONS)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Partition of attention heads over ranks: rank i has query heads `bounds(i)`, reads key heads `read(i)`."""
+
+    num_query: int
+    num_key: int
+    degree: int
+
+    def bounds(self, place: int) -> tuple[int, int]:
+        """Return the query heads [start, stop) of a rank."""
+        return self.num_query * place // self.degree, self.num_query * (place + 1) // self.degree
+
+    def read(self, place: int) -> tuple[int, int]:
+        """Return the key and value heads [start, stop) that a rank's query heads attend to; ranks may share some."""
+        start, stop = self.bounds(place)
+        group = self.num_query // self.num_key
+        return start // group, -(-stop // group)
+
+    def repeats(self, place: int) -> list[int] | None:
+        """Return the index, among the read key heads, for each query head of a rank; None if they match one to one."""
+        (start, stop), (first, last) = self.bounds(place), self.read(place)
+        group = self.num_query // self.num_key
+        return None if stop - start == last - first else [head // group - first for head in range(start, stop)]
+
 
 # The group of all ranks, and the group of ranks with the same part of the model if that is a smaller one.
 WORLD, REPLICAS = "world", "replicas"
@@ -347,3 +514,199 @@ def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
             yield sharding.scatter(number)._replace(count=reductions)
         if sharding.replicas > 1:
             yield sharding.replica_sum(number)._replace(count=reductions)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Peak bytes of one rank; None if unknown.
+
+    `gathered`: parameters of other ranks' shards that a computing unit needs, with the buffer in which they arrive.
+    """
+
+    parameters: int
+    gathered: int | None
+    gradients: int | None
+    optimizer: int | None
+    activations: int | None
+
+    def to_json(self) -> dict[str, int | None]:
+        """Return the bytes by category."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Optimizer state per parameter: number of tensors with the parameter's shape and dtype, and bytes of scalars."""
+
+    tensors: int
+    scalar_bytes: int = 0
+
+
+# torch.optim, with foreach or without. `step`, NAdam's mu_product and ASGD's eta and mu are float32 scalars.
+_STATES = {
+    "Adam": StateShape(2, 4),
+    "AdamW": StateShape(2, 4),
+    "NAdam": StateShape(2, 8),
+    "RAdam": StateShape(2, 4),
+    "Adamax": StateShape(2, 4),
+    "Adadelta": StateShape(2, 4),
+    "Rprop": StateShape(2, 4),
+    "Adagrad": StateShape(1, 4),
+    "ASGD": StateShape(1, 12),
+    "RMSprop": StateShape(1, 4),
+    "Muon": StateShape(1, 0),
+    "SGD": StateShape(0, 0),
+}
+
+
+def state_shape(
+    optimizer: str, amsgrad: bool = False, momentum: bool = False, centered: bool = False
+) -> StateShape | None:
+    """Return the state of a torch.optim optimizer, or None if unknown (Adafactor's depends on shapes)."""
+    known = _STATES.get(optimizer)
+    if known is None:
+        return None
+    extras = {"Adam": amsgrad, "AdamW": amsgrad, "SGD": momentum, "RMSprop": momentum + centered}
+    return StateShape(known.tensors + extras.get(optimizer, 0), known.scalar_bytes)
+
+
+def whole(arrays: Iterable[Array]) -> int:
+    """Return the bytes of these arrays without a division."""
+    return sum(a.bytes for a in arrays)
+
+
+def cut(array: Array, place: int, degree: int) -> Array:
+    """Return a rank's rows of `array` if fully_shard cuts dim 0 into `degree` parts: full parts first, then fewer."""
+    rows = -(-array.shape[0] // degree)
+    mine = min(rows, max(0, array.shape[0] - place * rows))
+    return replace(array, shape=(mine, *array.shape[1:]))
+
+
+def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
+    """Return the bytes of the state for the arrays that a rank updates."""
+    return sum(shape.tensors * a.bytes + shape.scalar_bytes for a in arrays)
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
+    """Return the gradient bytes of fast data parallelism at the start of the update.
+
+    They are the buckets, and a copy for each rank of gathered buckets (`native` only). Parameters of another dtype than
+    the buckets' have an additional gradient. A single process has only gradients.
+    """
+    narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
+    ranks = layout.divides_grains
+    if ranks == 1 and not narrow:
+        return sum(p.bytes for p in gradients.parameters)
+    total = narrow
+    for length in gradients.buckets(layout):
+        num_bytes = length * gradients.reduce_itemsize
+        total += num_bytes
+        if native and ranks > 1 and gathers(num_bytes, ranks, gradients.on_cpu):
+            total += ranks * num_bytes
+    return total
+
+
+def exact(gradients: Gradients, grains_of_ranks: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
+    """Return the gradient bytes of exact mode at the start of the update.
+
+    They are the tree's template vector, its other vectors and, for several ranks, the sum.
+    """
+    own = grains_of_ranks[rank]
+    tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
+    vectors = 1 + tree + (len(grains_of_ranks) > 1 or not own)
+    narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
+    return vectors * gradients.numel * gradients.reduce_itemsize + narrow
+
+
+def shared_pieces(gradients: Gradients, grains_of_ranks: Sequence[Sequence[int]], num_grains: int) -> int:
+    """Return the bytes of a rank's slot, without the sum, if exact mode sums through shared memory."""
+    most = max(len(pieces(grains, num_grains)) for grains in grains_of_ranks)
+    return most * gradients.numel * gradients.reduce_itemsize
+
+
+# --------------------------------------------------------------------------------------------------------- fully_shard
+
+
+def sharded_parameters(sharding: Sharding) -> int:
+    """Return the bytes of a rank's shard, equal on every rank because dim 0 of each parameter is padded."""
+
+    def own(unit: Sequence[Array]) -> int:
+        return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for p in unit)
+
+    return sum(sharding.each(own))
+
+
+def gathered_parameters(sharding: Sharding) -> int:
+    """Return the bytes of units that stay gathered, and twice the largest other unit: as it arrives and as it is used.
+
+    A unit that stays also needs its arrival buffer until the next unit has arrived. A prefetch takes as much.
+    """
+    if sharding.degree == 1:
+        return 0
+    return max(_gathered_at(sharding, sharding.gathered_bytes))
+
+
+def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
+    # The root, last of the units, is gathered first and stays throughout forward and backward. In the forward an
+    # arrival buffer is freed when the next unit has arrived.
+    root = len(sizes) - 1
+    forward = [root, *range(root)]
+    stays, before = 0, 0
+    for unit in forward:
+        yield stays + before + sizes[unit]  # its gather is issued
+        yield stays + 2 * sizes[unit]  # it has arrived
+        stays += sizes[unit] if unit in sharding.resident or unit == root else 0
+        before = sizes[unit]
+    again = [unit for unit in reversed(range(root)) if unit not in sharding.resident]
+    if (
+        root not in sharding.resident
+    ):  # the root was released between forward and backward, and the last unit is prefetched
+        yield 2 * sizes[root]
+        yield stays + max((sizes[unit] for unit in again[:1]), default=0)
+    for unit, following in zip(again, [*again[1:], None], strict=False):
+        yield stays + 2 * sizes[unit]
+        yield stays + sizes[unit] + (sizes[following] if following is not None else 0)  # the next is prefetched
+
+
+def scattered_gradients(sharding: Sharding) -> int:
+    """Return the peak when a unit's gradients are scattered: its flat whole gradients, and all summed shards.
+
+    The root comes last, so its early gradients wait. From the second scattered microbatch on, all units' shards exist.
+    If only the last microbatch is scattered, the other units' whole gradients wait too.
+    """
+    every = sharding.microbatches > 1 and sharding.reduce_every
+    return scattered_peak(sharding.scattered_bytes, waiting_gradients(sharding), sharding.degree, every=every)
+
+
+def waiting_gradients(sharding: Sharding) -> list[int]:
+    """Return the bytes of each unit's gradients before any is scattered."""
+    root = len(sharding.units) - 1
+
+    def trained(unit: Sequence[Array]) -> int:
+        return sum(p.numel for p in unit if p.trainable)
+
+    early = trained(sharding.units[root]) if sharding.root_early is None else sharding.root_early
+    waiting = [0] * root + [early * sharding.gather_itemsize]  # in the backward's dtype
+    if sharding.microbatches > 1 and not sharding.reduce_every:  # earlier microbatches, in the reduce dtype
+        if sharding.gather_itemsize == sharding.reduce_itemsize:
+            waiting[root] = 0  # accumulated in place
+        whole = [numel * sharding.reduce_itemsize for numel in sharding.each(trained)]
+        waiting = list(map(add, whole, waiting))
+    return waiting
+
+
+def scattered_peak(flat: Sequence[int], waiting: Sequence[int], degree: int, *, every: bool) -> int:
+    """Return the peak of units with `flat` bytes to scatter and `waiting` bytes; `every`: for several microbatches."""
+    shards = [size // degree for size in flat]
+    root = len(flat) - 1
+    summed = sum(shards) if every else 0
+    peak, left = 0, sum(waiting)
+    for unit in [*reversed(range(root)), root]:
+        left -= waiting[unit]
+        summed += shards[unit]
+        peak = max(peak, left + summed + flat[unit])
+        summed -= shards[unit] if every else 0
+    return peak

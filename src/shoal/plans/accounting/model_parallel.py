@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from shoal.plans.accounting.collectives import SizedCollective
-from shoal.plans.accounting.partition import Heads, num_positions
+from shoal.plans.accounting.collectives import Heads, SizedCollective, num_positions
 from shoal.plans.plan import Layout
 
 # Gradients are summed in at least float32; first the ranks exchange float32 flags of the existing gradients.

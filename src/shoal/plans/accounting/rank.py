@@ -9,32 +9,30 @@ from shoal.plans.accounting.all_reduce import compressed, compression_buffers, d
 from shoal.plans.accounting.collectives import (
     NUM_ORDERS,
     Array,
+    Footprint,
     Gradients,
     Sharding,
     SizedCollective,
-    Volumes,
-    exact_data_parallel,
-    fully_sharded,
-    norm,
-    owned,
-    sharded_optimizer,
-    sums,
-)
-from shoal.plans.accounting.memory import (
-    Footprint,
     StateShape,
+    Volumes,
     bucketed,
     cut,
     exact,
+    exact_data_parallel,
+    fully_sharded,
     gathered_parameters,
+    norm,
     optimizer_state,
+    owned,
     scattered_gradients,
+    sharded_optimizer,
     sharded_parameters,
+    shared_part,
     shared_pieces,
+    sums,
     whole,
 )
 from shoal.plans.accounting.model_parallel import Partial, SlicedBlock, Staged, completed, exchanges, messages
-from shoal.plans.accounting.partition import shared_part
 from shoal.plans.plan import Plan
 
 

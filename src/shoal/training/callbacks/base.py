@@ -16,10 +16,10 @@ from shoal.parallel.model.sharded_model import ShardedModel, local, whole_tensor
 from shoal.plans.plan import Plan
 from shoal.runs.attempts import Events
 from shoal.runs.records import StepRecord
-from shoal.training.callbacks.hook_barrier import HookBarrier
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.run_state import RunState
+    from shoal.checkpoint.keeper import RunState
+    from shoal.training.callbacks.calls import HookBarrier
 
 # Bits of a request in the ranks' agreement.
 EVALUATE, CHECKPOINT, END, FAILED = 1, 2, 4, 8

@@ -1,25 +1,39 @@
-"""Calls of a run's callbacks: isolated from the training, with reports of failures and requests to all ranks."""
+"""Calls of a run's callbacks: isolated from the training, with reports of failures and requests to all ranks.
+
+`ModelGuard` restores the model after a hook. `HookBarrier` is a barrier of all ranks within a hook, which detects ranks
+with a hook that has raised or ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.state import TENSOR, encode
-from shoal.distributed.agreement import raise_together
+from shoal.checkpoint.whole_optimizer import parts, rates_seen
+from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
-from shoal.distributed.mesh import Mesh
-from shoal.errors import JobError, ShoalError, UserCodeError, first_line, text_of
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh, raise_together
+from shoal.errors import JobError, PeerError, ShoalError, UserCodeError, first_line, text_of
 from shoal.jobs.user_errors import place_of
+from shoal.numerics.generators import generators_kept
+from shoal.numerics.python_state import OF_TORCH, same_bits
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.attempts import Events
 from shoal.runs.records import StepRecord
@@ -36,8 +50,278 @@ from shoal.training.callbacks.base import (
     refuse_own,
 )
 from shoal.training.callbacks.ema import EMA
-from shoal.training.callbacks.guard import Meddled, ModelGuard
-from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
+
+_CHUNK = 1 << 22  # elements per chunk of a checksum: 32 MiB
+
+
+class Meddled(Exception):  # noqa: N818 - it carries the error
+    """Change of a parameter, buffer or learning rate by a hook."""
+
+    def __init__(self, error: ShoalError) -> None:
+        self.error = error
+
+
+class _Armed(NamedTuple):
+    """The model before a hook that may access it, and the handle that detects forwards."""
+
+    modes: list[tuple[nn.Module, bool]]
+    buffers: list[tuple[str, Tensor, Tensor]]
+    numbers: dict[str, object]
+    forwards: RemovableHandle
+
+
+class ModelGuard:
+    """Context of a hook that restores generators, modes and buffers, and detects changed parameters and rates.
+
+    A forward in the hook may change buffers. A hook without a forward must not change them.
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._device = model, model.mesh.device
+        self._rated, self._has_run = tuple(parts(optimizer).values()), False
+        self._armed: _Armed | None = None
+        self._inside = False
+        # A callback may keep a reference, and use it in any later hook.
+        self._has_model = self._has_parameters = False
+        self.set_numbers: set[str] = set()  # attributes of the model that hooks have set
+        self._sums: list[int] = []
+
+    def gives(self, what: str) -> None:
+        """Watch the "model" or its "parameters" from now on, before a hook gets them."""
+        if not self._has_parameters:
+            self._has_parameters = True
+            if self._inside:
+                self._sums = self._sums_now()
+        if what == "model":
+            self._has_model = True
+            self._arm()
+
+    def _arm(self) -> None:
+        if not self._inside or self._armed is not None:
+            return
+        modes = [(module, module.training) for module in self._model.model.modules()]
+        buffers = [(name, b, b.detach().clone()) for name, b in self._model.buffers()]
+        self._armed = _Armed(modes, buffers, self._numbers(), register_module_forward_pre_hook(self._runs))
+
+    def _seen(self) -> dict[str, tuple[int, bool, int]]:
+        """Return torch's version counter, requires_grad and identity of each parameter."""
+        return {
+            name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
+            for name, p in self._model.parameters()
+        }
+
+    def _numbers(self) -> dict[str, object]:
+        """Return plain attributes of the model's modules that are numbers or texts."""
+        return {
+            f"{prefix}.{name}".removeprefix("."): value
+            for prefix, module in self._model.model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and name != "training" and name not in OF_TORCH
+        }
+
+    def _runs(self, module: nn.Module, inputs: object) -> None:
+        self._has_run = True
+
+    def _sums_now(self) -> list[int]:
+        """Return a checksum of each parameter, since torch does not count changes through `p.data`."""
+        sums = [_checksum(local(p)) for _, p in self._model.parameters()]
+        return torch.stack(sums).tolist() if sums else []
+
+    @contextlib.contextmanager
+    def around(self, key: str, hook: str) -> Iterator[None]:
+        """Return a context around one hook. Raises: Meddled if the hook has changed parameters, buffers or rates."""
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        before, rates, self._inside, self._has_run = self._seen(), rates_seen(self._rated), True, False
+        if self._has_parameters:
+            self._sums = self._sums_now()
+        if self._has_model:
+            self._arm()
+        try:
+            with torch.no_grad(), generators_kept():
+                yield
+        finally:
+            self._inside = False
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self._device)
+            # Restore modes and buffers. `written`: the first buffer that the hook has changed without a forward.
+            armed, self._armed, written = self._armed, None, None
+            if armed is not None:
+                armed.forwards.remove()
+                if not self._has_run:
+                    numbers = self._numbers().items()
+                    self.set_numbers |= {name for name, value in numbers if armed.numbers.get(name) != value}
+                for module, training in armed.modes:
+                    module.training = training
+                with torch.no_grad():
+                    # All buffers: torch's version counter misses writes of batch statistics.
+                    for name, buffer, value in armed.buffers:
+                        if written is None and not self._has_run and not same_bits(buffer, value):
+                            written = name
+                        buffer.copy_(value)
+        if rates != rates_seen(self._rated):
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes a learning rate of the optimizer",
+                    conflict="callbacks do not train: before each step shoal sets the rates by the job's schedule, and "
+                    "this change would have no effect",
+                    remedy="write Job(schedule=shoal.Schedule(torch.optim.lr_scheduler.StepLR, step_size=30)), or a "
+                    "function of progress; for rates that follow a loss use a loop of your own with shoal.Session",
+                )
+            )
+        # The first parameter that the hook has changed.
+        now = self._seen()
+        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
+        if changed is None and self._has_parameters:
+            sums = zip(now, self._sums, self._sums_now(), strict=True)
+            changed = next((name for name, was, now_is in sums if was != now_is), None)
+        if changed is None and written is not None:
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes the buffer {written}",
+                    conflict="callbacks do not train: buffers are put back after each hook, and this change would have "
+                    "no effect",
+                    remedy="change the buffer in the model's forward, or keep the value in a plain attribute that "
+                    "on_start and on_step set from run.step",
+                )
+            )
+        if changed is not None:
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes {changed}",
+                    conflict="callbacks do not train: a change in place is in no gradient, and other layouts would not "
+                    "make it",
+                    remedy="change parameters in the optimizer's step (an optimizer hook), or by "
+                    "torch.nn.utils.parametrize in the model",
+                )
+            )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return the int64 [] sum of a tensor's bits, weighted by position so that changed signs and orders show."""
+    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+    bits = own.view(kind).reshape(-1)
+    weights = torch.arange(1, 2 * min(bits.numel(), _CHUNK) + 1, 2, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = 3 * total + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return total
+
+
+# States of a rank: waiting within a hook, hook ended, hook raised, or gone and calling no more hooks.
+_WAITS, _ENDED, _RAISED, _GONE = "waits", "ended", "raised", "gone"
+_SOONEST_SECONDS, _LATEST_SECONDS = 0.0005, 0.02
+
+
+class MissingRankError(JobError):
+    """Error at a barrier that another rank does not reach. `derived`: that rank's hook raised, which is the cause."""
+
+    def __init__(self, *, given: str, conflict: str, remedy: str, derived: bool = False) -> None:
+        super().__init__(given=given, conflict=conflict, remedy=remedy)
+        self.derived = derived
+
+
+class HookBarrier:
+    """Barrier within a hook, through the ranks' key-value store.
+
+    A collective would wait for a rank after an error in its hook. Instead, each rank writes its state when a hook ends,
+    which costs some microseconds and no wait. Only ranks at a barrier wait. They also watch the other processes of
+    their own host, since without a launcher nobody else does.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh, self._store = mesh, mesh.store if mesh is not None else None
+        self._hook = self._calls = 0  # hooks that have begun, the same number on all ranks; barriers within this hook
+        self._raised = 0  # number of the last hook that raised
+        self._met = (0, 0)  # hook and number of the last barrier that this rank has passed
+        self._gone = False
+        if self._mesh is not None and self._store is not None:
+            process = [self._mesh.host, _process_numbers(), os.getpid()]
+            self._store.set(f"process {self._mesh.rank}", json.dumps(process))
+
+    def begin(self) -> None:
+        """Record the beginning of a hook."""
+        self._hook, self._calls = self._hook + 1, 0
+
+    def end(self, raised: bool) -> None:
+        """Record the end of a hook, with or without an error."""
+        self._raised = self._hook if raised else self._raised
+        self._say(_RAISED if raised else _ENDED)
+
+    def leave(self) -> None:
+        """Record that an error ends this rank, which reaches no barrier any more."""
+        self._gone = True
+        self._say(_GONE)
+
+    def _say(self, how: str) -> None:
+        if self._mesh is not None and self._store is not None:
+            how = _GONE if self._gone else how
+            with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is gone, and has its own error
+                row = [self._hook, self._calls, how, self._raised, self._met]
+                self._store.set(str(self._mesh.rank), json.dumps(row))
+
+    def wait(self, what: str) -> None:
+        """Wait until every rank is at the same barrier. `what`: the call that waits, for messages.
+
+        With one rank this returns at once. Raises: MissingRankError, on every waiting rank, if a rank will not come;
+        PeerError if its process has ended.
+        Collective: all ranks' hooks.
+        """
+        if self._mesh is None or self._store is None:
+            return
+        self._calls += 1
+        self._say(_WAITS)
+        pause, until = _SOONEST_SECONDS, time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+        ahead = [rank for rank in range(self._mesh.world_size) if rank != self._mesh.rank]
+        while ahead:
+            ahead = [rank for rank in ahead if not self._has_come(self._store, rank, what)]
+            for rank in ahead:
+                if not self._store.check([f"process {rank}"]):
+                    continue
+                host, numbers, pid = json.loads(self._store.get(f"process {rank}"))
+                is_visible = (host, numbers) == (self._mesh.host, _process_numbers())
+                if is_visible and has_ended(pid) and not self._has_come(self._store, rank, what):
+                    raise PeerError(
+                        given=f"rank {rank} (process {pid})",
+                        conflict=f"it ended while rank {self._mesh.rank} waited for it in {what}",
+                        remedy="look at what that rank said; --resume goes on from the newest checkpoint",
+                    )
+            if ahead and time.monotonic() > until:
+                raise _missing(what, self._mesh.rank, ahead[0], "has not come within 10 minutes")
+            time.sleep(pause if ahead else 0.0)
+            pause = min(2 * pause, _LATEST_SECONDS)
+        self._met = self._hook, self._calls
+
+    def _has_come(self, store: Store, rank: int, what: str) -> bool:
+        """Return True if a rank is at this rank's barrier. Raises: MissingRankError if it will not come."""
+        if not store.check([str(rank)]):
+            return False
+        hook, calls, how, raised, met = json.loads(store.get(str(rank)))
+        if tuple(met) >= (self._hook, self._calls) or (hook == self._hook and calls >= self._calls):
+            return True
+        assert self._mesh is not None, "there is a store"
+        if how == _GONE or raised == self._hook:
+            raise _missing(what, self._mesh.rank, rank, "has raised before it", derived=True)
+        if hook > self._hook or (hook == self._hook and how == _ENDED):
+            raise _missing(what, self._mesh.rank, rank, "has ended its hook without it")
+        return False
+
+
+def _process_numbers() -> str:
+    """Return the namespace of process ids, since containers on one host may have their own."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _missing(what: str, here: int, there: int, why: str, **more: Any) -> MissingRankError:
+    return MissingRankError(
+        given=f"{what} in a hook of rank {here}",
+        conflict=f"it gathers from all ranks, and rank {there} {why}",
+        remedy=f"call {what} in the same hook of every rank, and do what is for one rank with the result",
+        **more,
+    )
+
 
 _ASKING = ("on_start", "on_step", "on_evaluation", "on_checkpoint")
 

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
-from shoal.training.loop.training_parts import TrainingParts
-from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import FetchedStep, ForwardBackward, StepRunner, UnreadStep
+from shoal.training.microbatch.step import FetchedStep, ForwardBackward, StepRunner, UnreadStep, no_gradient
 from shoal.training.update.optimizer_step import maskable
+
+if TYPE_CHECKING:
+    from shoal.training.loop.trainer import TrainingParts
 
 # Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.
 _WARM_UPS = 3

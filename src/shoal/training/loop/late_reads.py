@@ -11,23 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.run_state import RunState
-from shoal.distributed.agreement import Agreement, Report, agree, from_rows, interrupts, measures, to_row
+from shoal.checkpoint.keeper import RunState
+from shoal.distributed.mesh import Agreement, Report, agree, from_rows, interrupts, measures, to_row
 from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.loop.captured_step import RECORDERS, CapturedStep, LaunchedStep
-from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.observe.step_records import StepRecords
-from shoal.training.step_clock import StepTime
+from shoal.training.observer import StepTime
 from shoal.training.update.optimizer_step import Update
+
+if TYPE_CHECKING:
+    from shoal.training.loop.trainer import TrainingParts
 
 # If the agreement travels with a step's sums, a stop that arrives after them is seen one step later;
 # steps longer than this get a separate agreement, and are not bound by reads.

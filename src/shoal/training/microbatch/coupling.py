@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.data.loader import Microbatch
 from shoal.data.source import digest_of_samples
-from shoal.numerics.flat import is_strided, row_runs
+from shoal.numerics.operators import is_strided, row_runs
 
 Sums = tuple[float, float]
 

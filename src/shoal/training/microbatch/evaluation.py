@@ -19,9 +19,8 @@ from torch.utils.data import default_collate
 from shoal.data.loader import DataRank
 from shoal.data.source import MapSource, Opened, Source, collate_samples, digest_of_samples, raised
 from shoal.data.stream import refuse_other_samples
-from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, collectively
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, named_metric
@@ -31,7 +30,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.look import differ, distance, find_state
-from shoal.training.microbatch.loss import Evaluate, LossPair
+from shoal.training.microbatch.step import Evaluate, LossPair
 
 T = TypeVar("T")
 # Messages of torch's autograd about a derivative under no_grad.

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,20 @@ from shoal.errors import JobError, PeerError, ShoalError, UserCodeError, text_of
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.buffer_rules import COARSE, FINE, Observed, Rounding, explaining, is_in_order
 from shoal.numerics.checksum import bits_checksum
-from shoal.numerics.flat import is_strided
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.numerics.operators import is_strided
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.numerics.python_state import same_bits
-from shoal.parallel.backward import run_backward, run_engine
+from shoal.parallel.base import run_backward, run_engine
 from shoal.parallel.model.sharded_model import replaced
 from shoal.training.microbatch.coupling import compare
-from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.policy import BufferLook, GrainLoss, ProbeResult
 from shoal.training.update.optimizer_trial import OptimizerTrial, refuse_read
+
+if TYPE_CHECKING:
+    from shoal.training.microbatch.step import LossComputer
 
 # Fused and separate computations differ by rounding: at most about one unit in the last place per operation before the
 # loss. The sum grows with the square root of the number of operations: 64 units allow some thousand in sequence.

@@ -15,7 +15,7 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.errors import NonFiniteError
 from shoal.numerics.precision import Precision
-from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.step import LossComputer
 
 # A grain with more samples than this is reported as a whole, without a search for single samples.
 _MAX_SEARCHED = 256

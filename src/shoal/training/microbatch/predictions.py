@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state import raw
 from shoal.checkpoint.tensor_file import DTYPE_NAMES, tensor_file_head
-from shoal.distributed.agreement import together
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, together
 from shoal.errors import CommandError, JobError
 
 SUFFIXES = (".npz", ".safetensors")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.data.loader import Loader, MapLoader, Microbatch
-from shoal.distributed.agreement import collectively
+from shoal.distributed.mesh import collectively
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import OutOfMemoryError
 from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule

@@ -23,8 +23,7 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.parallel.shard.torch_release import param_groups
-from shoal.plans.accounting.collectives import Array, Gradients, Sharding, Volumes
-from shoal.plans.accounting.memory import Footprint, StateShape, state_shape
+from shoal.plans.accounting.collectives import Array, Footprint, Gradients, Sharding, StateShape, Volumes, state_shape
 from shoal.plans.accounting.model_parallel import Partial
 from shoal.plans.accounting.rank import Described, memory, traffic
 from shoal.plans.grains import Grain, microbatches, share

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.distributed.mesh import Mesh
 from shoal.runs.chrome_trace import MICROBATCH_ROW, SPAN_ROW, OwnEvent, RankTrace, merged, write
 from shoal.runs.options import TraceSteps
-from shoal.training.step_clock import StepListener
+from shoal.training.observer import StepListener
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.checkpoint.run_state import RunState
-from shoal.distributed.agreement import Agreement
-from shoal.distributed.mesh import Mesh
+from shoal.checkpoint.keeper import RunState
+from shoal.distributed.mesh import Agreement, Mesh
 from shoal.parallel.base import StepSums
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.attempts import Events
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence
 from shoal.runs.record_blocks import MOST_AWAITED, OTHERS, WHOLE_STEPS, block_of, has_own_record, merged
 from shoal.runs.records import SPANS, RankTimes, Spread, StepRecord, TrainedAgain, last_records
-from shoal.training.step_clock import StepClock, StepTime
+from shoal.training.observer import StepClock, StepTime
 from shoal.training.update.optimizer_step import Update
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.data.loader import MapLoader
-from shoal.distributed.agreement import raise_peer
+from shoal.distributed.mesh import raise_peer
 from shoal.errors import InternalError, JobError, LaunchError, StorageError
 from shoal.jobs.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
-from shoal.training.loop.between_steps import BetweenSteps, Outcome
-from shoal.training.microbatch.loss import no_gradient
+from shoal.training.loop.trainer import BetweenSteps, Outcome
 from shoal.training.microbatch.nonfinite import NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.microbatch.step import no_gradient
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.retreat import Retreat

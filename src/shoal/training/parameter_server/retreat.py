@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.state import OptimizerDocument, load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.errors import StorageError
 from shoal.training.observe.step_records import Surroundings

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shoal.checkpoint.run_state import RunState
-from shoal.data.sample_digest import chain_digest
-from shoal.distributed.agreement import from_rows
+from shoal.checkpoint.keeper import RunState, chain_digest
+from shoal.distributed.mesh import from_rows
 from shoal.parallel.base import StepSums
-from shoal.plans.accounting.partition import Range
+from shoal.plans.accounting.collectives import Range
 from shoal.runs.records import Spread
-from shoal.training.loop.training_parts import TrainingParts
+from shoal.training.loop.trainer import TrainingParts
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
 from shoal.training.parameter_server.members import Member
 from shoal.training.parameter_server.task_queue import Task

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.loader import DataRank, MapLoader
-from shoal.distributed.agreement import Report, measures, to_row
 from shoal.distributed.failures import as_shoal_error, to_json
-from shoal.distributed.mesh import alone, choose_device
+from shoal.distributed.mesh import Report, alone, choose_device, measures, to_row
 from shoal.errors import JobError, PeerError
 from shoal.jobs.job import Job
 from shoal.launch.environment import Environment

@@ -17,7 +17,7 @@ from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
 from shoal.jobs.job import Job, Progress, callback_mistakes, watched_by
 from shoal.parallel.model.adapters import adapted
-from shoal.parallel.model.wrappers import refuse_wrapped
+from shoal.parallel.model.structure import refuse_wrapped
 from shoal.training.callbacks.base import Callback
 from shoal.training.update.job_optimizer import refuse_optimizer, without_optimizer
 

@@ -7,22 +7,22 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.data.loader import Loader, MapLoader
 from shoal.data.order import Order
-from shoal.distributed.agreement import raise_together, together
 from shoal.distributed.failures import is_lost_peer, user_error
+from shoal.distributed.mesh import raise_together, together
 from shoal.errors import PeerError, ShoalError
 from shoal.jobs.job import watched_by
 from shoal.numerics.precision import LossScale
 from shoal.training.callbacks.base import RunFacts
 from shoal.training.callbacks.calls import CallbackCalls, Settled
+from shoal.training.observer import StepClock
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.meeting import Meeting, StopRequests, Word, meet
 from shoal.training.session.passes import Base, BatchPasses, Chosen
 from shoal.training.session.recording import SessionRecords
 from shoal.training.session.saving import Saving
-from shoal.training.step_clock import StepClock
 
 
 @dataclass

@@ -18,14 +18,14 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import JobError, NonFiniteError, ShoalError, UserCodeError
 from shoal.jobs.job import Progress
 from shoal.parallel.base import StepSums
-from shoal.training.microbatch.loss import no_gradient
+from shoal.training.microbatch.step import no_gradient
+from shoal.training.observer import StepClock
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.boundary import LoopBoundary
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import groups_differ
 from shoal.training.session.optimizers import group_values, number_of
 from shoal.training.session.passes import Base, BatchPasses, Chosen
-from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update
 
 

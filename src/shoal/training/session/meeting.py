@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from shoal.distributed.agreement import Agreement, from_rows
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Agreement, Mesh, from_rows
 from shoal.errors import ExitCode, JobError, PeerError
 from shoal.launch.environments.detect import has_launcher
 from shoal.launch.signals import Signals

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.checkpoint.whole_optimizer import groups as groups_of
-from shoal.checkpoint.whole_optimizer import parts, rated
-from shoal.distributed.process_setup import step_optimizer
+from shoal.checkpoint.whole_optimizer import may_draw, parts, rated, step_optimizer
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import random_key
-from shoal.training.update.optimizer_step import Stepper, fused, may_draw
+from shoal.training.update.optimizer_step import Stepper, fused
 
 # A group's tensor with more elements is compared by dtype and shape alone.
 _FEW = 16

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from shoal.checkpoint.state import model_tensors
 from shoal.checkpoint.whole_optimizer import groups
 from shoal.data.loader import Microbatch
-from shoal.distributed.agreement import together
 from shoal.distributed.collectives.shared_memory.region import why_not_copied
 from shoal.distributed.failures import as_shoal_error
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, together
 from shoal.errors import JobError, PlanError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.batch_statistics import StepBuffers
@@ -28,17 +27,15 @@ from shoal.parallel.base import Flags, Mark, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
-from shoal.training.microbatch.loss import LossComputer, check_pair
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
-from shoal.training.microbatch.step import ForwardBackward, LoadedMicrobatch, StepParts
+from shoal.training.microbatch.step import ForwardBackward, LoadedMicrobatch, LossComputer, StepParts, check_pair
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
-from shoal.training.observer import Observer
+from shoal.training.observer import Observer, StepClock
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import ForwardWatch, LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.setup.choices import CopyNeed, copy_need
-from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update, Updater
 
 # Indices of the optimizers that a pass updates, in the order of `prepare`.

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.data.order import Order
-from shoal.distributed.agreement import Agreement, Report, measures, to_row
+from shoal.distributed.mesh import Agreement, Report, measures, to_row
 from shoal.distributed.process_setup import versions
 from shoal.hardware.detect import cores
 from shoal.parallel.base import StepSums
@@ -28,8 +28,8 @@ from shoal.runs.directory import SESSION, RunDirectory, write_file
 from shoal.runs.records import StepRecord
 from shoal.runs.source import write_source
 from shoal.training.observe.step_records import RecordWriter, StepRecords, Surroundings
+from shoal.training.observer import StepClock
 from shoal.training.session.passes import Base
-from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update
 
 

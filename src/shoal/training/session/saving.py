@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.checkpoint.keeper import Keeper, Trained
+from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.manifest import ManifestError
-from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import TENSOR, decode, encode
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
-from shoal.distributed.agreement import together
+from shoal.distributed.mesh import together
 from shoal.errors import JobMismatchError, RunDirectoryError, StorageError, say_note
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import FEW_GRAINS
-from shoal.runs.directory_lock import claim
+from shoal.runs.directory import claim
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.optimizers import Groups, as_one

@@ -13,10 +13,17 @@ from typing import Any, TypeVar, Unpack, overload
 from torch import nn
 
 from shoal.checkpoint.whole_optimizer import evaluated_weights
-from shoal.data.opened import begun, in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
-from shoal.data.source import Opened
-from shoal.distributed.agreement import decided_by_rank_0, together
-from shoal.distributed.mesh import open_mesh
+from shoal.data.source import (
+    Opened,
+    begun,
+    in_new_orders,
+    open_data,
+    open_evaluation,
+    order_of,
+    refuse_epochs,
+)
+from shoal.data.stream import loader_of
+from shoal.distributed.mesh import decided_by_rank_0, open_mesh, together
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import JobError, PlanError
 from shoal.jobs.job import Epochs, Job, Length
@@ -36,8 +43,7 @@ from shoal.training.session.arguments import Prepared, Training, TrainingKeyword
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
 from shoal.training.session.saving import Resumed, resumed
-from shoal.training.setup.default_grains import GrainsChoice, grains_of
-from shoal.training.setup.job_model import lazy_names
+from shoal.training.setup.job_model import GrainsChoice, grains_of, lazy_names
 from shoal.training.setup.preflight import compare_data, refuse_differences
 
 A = TypeVar("A")

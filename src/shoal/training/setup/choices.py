@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.whole_optimizer import is_hooked, is_torchs
 from shoal.data.source import MapSource, Opened
-from shoal.distributed.agreement import together
 from shoal.distributed.collectives.shared_memory.region import why_not_copied
-from shoal.distributed.process_setup import is_hooked, is_torchs
+from shoal.distributed.mesh import together
 from shoal.errors import JobError
 from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision

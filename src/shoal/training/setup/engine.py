@@ -14,16 +14,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.initial import TakenWeights, take_weights
-from shoal.checkpoint.keeper import Keeper, Trained
+from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.places import RemotePlace
-from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import NewestMark, Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader, no_lockstep
-from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of
-from shoal.data.source import MapSource, Opened, small_batch
-from shoal.distributed.agreement import collectively, together
-from shoal.distributed.mesh import Mesh, alone
+from shoal.data.source import MapSource, Opened, open_evaluations, opened, order_of, refuse_epochs, said_of, small_batch
+from shoal.data.stream import loader_of
+from shoal.distributed.mesh import Mesh, alone, collectively, together
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError
 from shoal.jobs.job import Job
@@ -40,27 +38,23 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
-from shoal.runs.directory_lock import Fence
+from shoal.runs.directory import Fence
 from shoal.runs.options import InitialWeights
 from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.captured_step import refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
-from shoal.training.loop.trainer import Trainer
-from shoal.training.loop.training_parts import TrainingParts
+from shoal.training.loop.trainer import Trainer, TrainingParts
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
-from shoal.training.microbatch.loss import LossComputer, LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import StepRunner
+from shoal.training.microbatch.step import LossComputer, LossPair, StepRunner
 from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.step_records import RecordWriter, Surroundings
-from shoal.training.observer import Observer
+from shoal.training.observer import Observer, StepClock, StepListener
 from shoal.training.setup.choices import choose
-from shoal.training.setup.default_grains import outline, with_grains
-from shoal.training.setup.job_model import construct_twice, make_model, seeded_model, unlike_ranks
+from shoal.training.setup.job_model import construct_twice, make_model, outline, seeded_model, unlike_ranks, with_grains
 from shoal.training.setup.memory_check import refuse_too_large
 from shoal.training.setup.preflight import compare_data, compare_models, judged
-from shoal.training.step_clock import StepClock, StepListener
 from shoal.training.update.job_optimizer import (
     Parameters,
     build_optimizer,

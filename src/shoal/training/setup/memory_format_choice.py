@@ -24,7 +24,7 @@ from shoal.numerics.generators import generators_kept
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision
-from shoal.training.microbatch.loss import LossPair
+from shoal.training.microbatch.step import LossPair
 
 _aten = torch.ops.aten
 

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.opened import training_data
+from shoal.data.order import spread
 from shoal.data.quarantine import Quarantine
-from shoal.data.sample_digest import spread
-from shoal.data.source import MapSource, Opened, Source, TensorSource, digest_of_samples
+from shoal.data.source import MapSource, Opened, Source, TensorSource, digest_of_samples, training_data
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
@@ -37,7 +36,7 @@ from shoal.plans.plan import Plan
 from shoal.plans.resolve import Judged, judge
 from shoal.runs.request import RunRequest, dumped
 from shoal.runs.version import __version__
-from shoal.training.setup.default_grains import grains_of, outline
+from shoal.training.setup.job_model import grains_of, outline
 
 _MOST_LINES = 64
 _SAME_EVERYWHERE = "start every rank with the same files, versions and arguments, on hosts whose clocks agree"

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.state import optimizer_state
-from shoal.checkpoint.whole_optimizer import ATTRIBUTES, begin, groups, parts, to_train, with_modes
+from shoal.checkpoint.whole_optimizer import (
+    ATTRIBUTES,
+    begin,
+    compiler_deferred,
+    groups,
+    is_torchs,
+    parts,
+    to_train,
+    with_modes,
+)
 from shoal.distributed.failures import user_error
-from shoal.distributed.process_setup import compiler_deferred, is_torchs
 from shoal.errors import JobError, ShoalError
 from shoal.jobs.user_errors import place_of, traceback_of
 from shoal.parallel.model.sharded_model import ShardedModel

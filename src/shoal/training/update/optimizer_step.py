@@ -18,9 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.state import optimizer_state
-from shoal.checkpoint.whole_optimizer import OWN_RATE, groups, parts, rated, rates_seen
+from shoal.checkpoint.whole_optimizer import (
+    OWN_RATE,
+    groups,
+    is_hooked,
+    is_torchs,
+    may_draw,
+    parts,
+    rated,
+    rates_seen,
+    step_optimizer,
+)
 from shoal.distributed.failures import user_error
-from shoal.distributed.process_setup import BY_ELEMENT, is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.generators import all_generators, seed_everything
@@ -36,6 +45,7 @@ from shoal.numerics.gradient_norm import (
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy, refuse_weight
 from shoal.parallel.model.sharded_model import ShardedModel, laid_out, local, replaced, state_slices
+from shoal.parallel.shard.one_copy import BY_ELEMENT
 from shoal.plans.grains import random_key
 from shoal.training.observer import Observer
 from shoal.training.update.job_optimizer import refuse_divided, step_error
@@ -552,11 +562,6 @@ class Stepper:
                 step_optimizer(self._optimizer)
         except Exception as error:
             raise step_error(self._optimizer, error) from error
-
-
-def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a step may draw random numbers. Only torch's own classes without hooks never do."""
-    return not is_torchs(optimizer) or is_hooked(optimizer)
 
 
 class Updater:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
+from shoal.checkpoint.whole_optimizer import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError
 from shoal.numerics.generators import all_generators
 from shoal.numerics.no_trace import NoTrace

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.distributed.worker_process import as_rank
+from shoal.distributed.process_setup import as_rank
 from shoal.errors import ExitCode, RankLostError, ShoalError, StorageError
 from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.launchers.base import Submission

@@ -30,4 +30,4 @@ def test_the_callers_folder_may_have_any_name(file: str) -> None:
 
 
 def test_a_call_of_the_packages_is_none_of_the_jobs() -> None:
-    assert own_call(stack(str(SHOAL / "distributed" / "agreement.py"))) is None
+    assert own_call(stack(str(SHOAL / "distributed" / "mesh.py"))) is None

@@ -18,7 +18,7 @@ import shoal
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import GrainScope, belongs_to_grains
 from shoal.numerics.precision import Precision
-from shoal.parallel.backward import run_backward
+from shoal.parallel.base import run_backward
 from shoal.parallel.blocks.compiled import Backend, Compiled, compile_blocks
 from shoal.parallel.blocks.recompute import Recomputed, SavedResults, recompute
 from shoal.plans.grains import Grain

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.precision import ProductsInFloat32
-from shoal.parallel.backward import run_backward
+from shoal.parallel.base import run_backward
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.structure import parts, repeated_blocks
 from shoal.plans.grains import Grain

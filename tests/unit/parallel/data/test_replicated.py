@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.loader import DataRank, MapLoader
-from shoal.data.opened import open_data
-from shoal.data.order import Order
-from shoal.data.sample_digest import DIGEST_WORDS, grain_words
-from shoal.data.source import MapSource
+from shoal.data.order import DIGEST_WORDS, Order, grain_words
+from shoal.data.source import MapSource, open_data
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PlanError
 from shoal.jobs.job import Steps

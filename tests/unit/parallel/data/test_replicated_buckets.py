@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.base import Flags
 from shoal.parallel.data.replicated import GradientBuckets
-from shoal.plans.accounting.partition import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, divide_into_buckets
+from shoal.plans.accounting.collectives import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, divide_into_buckets
 
 MIDDLE = 4 << 20
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import JobError, UserCodeError
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
-from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.sharded_model import TensorSlice
 
 
 def line() -> nn.Linear:

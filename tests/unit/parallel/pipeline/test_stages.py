@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, PlanError, ShoalError
-from shoal.parallel.backward import backward_input, backward_weight, run_engine
+from shoal.parallel.base import backward_input, backward_weight, run_engine
 from shoal.parallel.pipeline.stage_program import balanced
 from shoal.parallel.pipeline.stages import Passed, Stages
 

@@ -21,7 +21,7 @@ from shoal.planner.profile.profiles import Batches
 from shoal.planner.search.search import Wanted
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees, illegal
 from shoal.plans import Plan
-from shoal.training.setup.default_grains import outline, with_grains
+from shoal.training.setup.job_model import outline, with_grains
 from shoal.training.setup.preflight import judged
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "jobs"))

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import CommandError, ExitCode
-from shoal.hardware.fastest_all_reduce import fastest
+from shoal.hardware.detect import fastest
 from shoal.planner.measure.collectives import Compared, bus_bandwidth, calibration, parse_sizes, picture, table
 
 COMPARED = Compared(

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from shoal.data.loader import Microbatch
-from shoal.distributed.agreement import Report, to_row
 from shoal.distributed.collectives.fixed_tree import TreeSum
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, Report, to_row
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.base import NUM_SUMS, Flags, Strategy
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel

@@ -8,10 +8,11 @@ from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard,
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.distributed.traffic_meter import Traffic
-from shoal.plans.accounting.collectives import Volumes, fully_sharded
-from shoal.plans.accounting.memory import (
+from shoal.plans.accounting.collectives import (
     StateShape,
+    Volumes,
     cut,
+    fully_sharded,
     gathered_parameters,
     optimizer_state,
     scattered_gradients,

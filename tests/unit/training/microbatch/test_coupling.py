@@ -21,8 +21,8 @@ from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.coupling import MIXES, PADS, REREAD, meaning
 from shoal.training.microbatch.look import Look
-from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.microbatch.step import LossComputer
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[nn.Module, Any], Any]

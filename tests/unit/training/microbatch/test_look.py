@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tests.unit.training.stateful_helper
 import torch
-from tests.unit.training.microbatch.test_loss import X, computer, first_batch, look_at
+from tests.unit.training.microbatch.test_step_loss import X, computer, first_batch, look_at
 from torch import Tensor, nn
 
 from shoal.errors import JobError

@@ -10,16 +10,15 @@ from torch import nn
 
 import shoal
 from shoal.data.loader import DataRank, MapLoader
-from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, open_data
 from shoal.distributed.mesh import alone
 from shoal.jobs.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.nonfinite import find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.microbatch.step import LossComputer
 
 DEVICE = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from shoal.distributed.mesh import alone
 from shoal.runs.chrome_trace import read
 from shoal.runs.options import TraceSteps
 from shoal.training.observe.step_profile import StepProfile
-from shoal.training.step_clock import StepClock
+from shoal.training.observer import StepClock
 
 CPU = torch.device("cpu")
 # Rounding of a trace is to nanoseconds, and of a record to float32.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.distributed.agreement import Agreement, Report, from_rows, measures, to_row
+from shoal.distributed.mesh import Agreement, Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS
 from shoal.training.observe.step_records import RankWaits
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shoal.training.observe.step_records
-import shoal.training.step_clock
+import shoal.training.observer
 from shoal.runs.records import StepRecord, last_records, read_steps
 from shoal.training.observe.step_records import RecordWriter
 

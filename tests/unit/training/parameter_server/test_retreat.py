@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.keeper import RunState
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.parameter_server.retreat import Retreat
 

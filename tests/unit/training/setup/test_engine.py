@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
 from shoal.checkpoint import weights_sha256
-from shoal.data.opened import opened
+from shoal.data.source import opened
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.generators import all_generators
 from shoal.plans.plan import Plan
-from shoal.training.loop.between_steps import Outcome
+from shoal.training.loop.trainer import Outcome
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build, look_at_whole
 from shoal.training.setup.preflight import judged

@@ -13,8 +13,7 @@ import shoal
 from shoal.errors import JobError
 from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import random_key
-from shoal.training.setup.default_grains import outline
-from shoal.training.setup.job_model import make_model
+from shoal.training.setup.job_model import make_model, outline
 
 X = torch.randn(32, 12, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import shoal
-from shoal.data.opened import opened
+from shoal.data.source import opened
 from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection

@@ -14,7 +14,7 @@ from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
 from shoal.runs.options import Course
 from shoal.runs.request import RunRequest, What, Where
-from shoal.training.setup.default_grains import outline
+from shoal.training.setup.job_model import outline
 from shoal.training.setup.preflight import judged, judged_for, one_grain, with_judged_grains
 
 

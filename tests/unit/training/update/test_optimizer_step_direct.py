@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.distributed.process_setup import step_optimizer
+from shoal.checkpoint.whole_optimizer import step_optimizer
 from shoal.training.update.optimizer_step import DirectStep, fused
 
 INPUTS = torch.linspace(-1, 1, 24).view(8, 3)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import JobError
 from shoal.numerics.grain_randomness import active_scope
-from shoal.parallel.model.tensor_slice import Outputs
+from shoal.parallel.model.sharded_model import Outputs
 
 _INT31 = 2**31 - 1
 _GLOBAL_SEEDS = "global_seed_generator"  # Keras's own name for its seed generator

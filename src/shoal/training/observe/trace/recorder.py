@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.loader import Microbatch
-from shoal.numerics.flat import is_strided
+from shoal.numerics.operators import is_strided
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, state_slices, whole_tensors
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write

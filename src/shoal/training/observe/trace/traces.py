@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state import OptimizerDocument, load_model, load_optimizer
 from shoal.data.loader import Microbatch
-from shoal.numerics.flat import raw_bytes, row_runs
+from shoal.numerics.operators import raw_bytes, row_runs
 from shoal.numerics.precision import numbers
 
 T = TypeVar("T")

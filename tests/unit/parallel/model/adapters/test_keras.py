@@ -17,7 +17,7 @@ from shoal.errors import JobError
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.parallel.model.adapters import adapted
-from shoal.parallel.model.function_trace import twin
+from shoal.parallel.model.trial import twin
 from shoal.plans.grains import Grain
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed: pip install 'shoal[keras]'")

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from shoal.distributed.mesh import alone
 from shoal.errors import PeerError
 from shoal.plans.plan import Layout
-from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
+from shoal.training.callbacks.calls import HookBarrier, MissingRankError
 
 
 def hooks(*ranks: list[str]) -> list[list[str]]:

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import pytest
 
-from shoal.distributed import worker_process
-from shoal.distributed.worker_process import as_rank
+from shoal.distributed import process_setup
+from shoal.distributed.process_setup import as_rank
 from shoal.errors import ExitCode, InUseError, JobError, LaunchError, PeerError, ShoalError
 from shoal.launch.environment import REPORT_FILE, Environment
 
@@ -37,7 +37,7 @@ def test_a_rank_that_lost_a_peer_ends_at_once_where_its_callers_have_nothing_to_
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(worker_process.os, "_exit", ended.append)
+    monkeypatch.setattr(process_setup.os, "_exit", ended.append)
     monkeypatch.setenv(REPORT_FILE, str(tmp_path / "rank-%r.json"))
 
     def work() -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.parallel.backward import run_backward
+from shoal.parallel.base import run_backward
 
 
 def test_two_backwards_add_up_where_a_parameters_gradient_is_the_root_itself() -> None:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shoal.errors import JobError
-from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
+from shoal.parallel.model.structure import refuse_wrapped, unwrapped
 
 
 class DeepSpeedEngine(nn.Module):

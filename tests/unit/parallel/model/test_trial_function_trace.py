@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace, dropout_arguments, on_copies
+from shoal.parallel.model.trial import FunctionCall, FunctionTrace, dropout_arguments, on_copies
 
 
 class Names(FunctionTrace):

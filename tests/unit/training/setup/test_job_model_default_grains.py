@@ -15,7 +15,7 @@ import shoal
 from shoal.errors import JobError
 from shoal.numerics.operators import storage_key
 from shoal.planner.profile.profiles import profile
-from shoal.training.setup.default_grains import (
+from shoal.training.setup.job_model import (
     features_of,
     grains_of,
     is_convolutional,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import shoal.training.observe.step_records
-import shoal.training.step_clock
+import shoal.training.observer
 from shoal.runs.records import SPANS
-from shoal.training.step_clock import StepClock, peak_memory_bytes
+from shoal.training.observer import StepClock, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which reading the time takes as long as everything else together: 1, 2, 4, 8 ... seconds."""
     times = itertools.accumulate(2**n for n in itertools.count())
-    monkeypatch.setattr(shoal.training.step_clock.time, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(shoal.training.observer.time, "perf_counter", lambda: float(next(times)))
 
 
 @pytest.mark.usefixtures("ticking")
@@ -63,7 +63,7 @@ def test_memory_of_the_host_is_in_bytes() -> None:
 
 def test_short_steps_share_a_reading_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([1 << 20, 2 << 20])
-    monkeypatch.setattr(shoal.training.step_clock, "peak_memory_bytes", lambda device: next(readings))
+    monkeypatch.setattr(shoal.training.observer, "peak_memory_bytes", lambda device: next(readings))
     clock = StepClock(CPU)
     assert [clock.peak_memory_bytes(), clock.peak_memory_bytes()] == [1 << 20, 1 << 20]
     clock._memory_until = 0.0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.plans.accounting.partition import Range, divide, level
+from shoal.plans.accounting.collectives import Range, divide, level
 
 
 def loads(sizes: list[int], owners: list[int], ranks: int, found: dict[int, dict[int, Range]]) -> list[int]:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shoal.data.loader import DataRank, MapLoader, Microbatch
-from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, open_data
 from shoal.errors import JobError, LossError, UserCodeError
 from shoal.jobs.job import Job, Steps
 from shoal.numerics.batch_statistics import StepBuffers
@@ -23,8 +22,8 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision, ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
-from shoal.training.microbatch.loss import LossComputer, check_pair
 from shoal.training.microbatch.policy import GrainLoss, MicrobatchPolicy, ProbeResult, RedoError, refuse_other_losses
+from shoal.training.microbatch.step import LossComputer, check_pair
 
 X = torch.linspace(-1, 1, 96).view(32, 3)
 Loss = Callable[[nn.Module, Any], Any]
@@ -213,7 +212,7 @@ def test_a_model_that_raises_is_told_with_its_place() -> None:
 
     with pytest.raises(UserCodeError) as caught:
         computer(nn.Linear(3, 1), broken).loss([X, X])
-    assert "test_loss.py:" in caught.value.conflict
+    assert "test_step_loss.py:" in caught.value.conflict
     assert "in broken" in caught.value.conflict
 
 

@@ -23,9 +23,8 @@ from torch.utils.data import (
 
 import shoal
 from shoal.data.loader import DataRank, MapLoader
-from shoal.data.opened import open_data, opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource, Opened, TensorSource
+from shoal.data.source import MapSource, Opened, TensorSource, open_data, opened
 from shoal.errors import DataError
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12)

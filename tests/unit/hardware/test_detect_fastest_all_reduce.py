@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hardware import dump, fastest_all_reduce
-from shoal.hardware.detect import measured_file
-from shoal.hardware.fastest_all_reduce import ALGORITHMS, all_reduce_here, comparison_file, fastest, why_not_shared
+from shoal.hardware import detect, dump
+from shoal.hardware.detect import ALGORITHMS, all_reduce_here, comparison_file, fastest, measured_file, why_not_shared
 from shoal.hardware.values import Cluster, Device, Link
 from shoal.plans.plan import CollectivesSection
 
@@ -45,8 +44,8 @@ def test_noise_does_not_choose_and_others_are_not_chosen() -> None:
 
 def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fastest_all_reduce, "gpus", list)
-    monkeypatch.setattr(fastest_all_reduce, "why_not_shared", lambda: None)
+    monkeypatch.setattr(detect, "gpus", list)
+    monkeypatch.setattr(detect, "why_not_shared", lambda: None)
     assert all_reduce_here(2) == "shared_memory"
     assert all_reduce_here(1) == "native"
     comparison_file(2).parent.mkdir(parents=True)
@@ -60,10 +59,10 @@ def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         comparison_file(2).write_text(text)
         assert all_reduce_here(2) == wanted
     assert all_reduce_here(3) == "shared_memory"
-    monkeypatch.setattr(fastest_all_reduce, "gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(detect, "gpus", lambda: ["a GPU"])
     assert all_reduce_here(3) == "native"
-    monkeypatch.setattr(fastest_all_reduce, "gpus", list)
-    monkeypatch.setattr(fastest_all_reduce, "why_not_shared", lambda: "it cannot")
+    monkeypatch.setattr(detect, "gpus", list)
+    monkeypatch.setattr(detect, "why_not_shared", lambda: "it cannot")
     assert all_reduce_here(3) == "native"
 
 
@@ -72,15 +71,15 @@ def test_what_keeps_processes_from_sharing_is_said(monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fastest_all_reduce.platform, "machine", lambda: "aarch64")
+        patch.setattr(detect.platform, "machine", lambda: "aarch64")
         assert "aarch64" in str(why_not_shared())
     with monkeypatch.context() as patch:
-        patch.setattr(fastest_all_reduce.sys, "platform", "darwin")
+        patch.setattr(detect.sys, "platform", "darwin")
         assert "darwin" in str(why_not_shared())
     if sys.platform == "linux" and platform.machine() == "x86_64":
         descriptors = os.listdir("/proc/self/fd")
         assert why_not_shared() is None
-        monkeypatch.setattr(fastest_all_reduce.os, "open", refused)
+        monkeypatch.setattr(detect.os, "open", refused)
         assert "through /proc: [Errno 13]" in str(why_not_shared())
         assert os.listdir("/proc/self/fd") == descriptors
 
@@ -90,12 +89,12 @@ def test_by_what_the_cluster_says_where_no_comparison_was_made(monkeypatch: pyte
     fast = Link("memory", bytes_per_second=4e9, latency_seconds=0.0, call_seconds=1e-5)
     core = Device("core", "cpu", 10**9, 1e10, {"float32": 1e10})
     found = Cluster("here", core, 2, within=slow, algorithms={"shared_memory": fast})
-    assert fastest_all_reduce.fastest_on(found, 2) == "shared_memory"
-    assert fastest_all_reduce.fastest_on(found, 1) == fastest_all_reduce.fastest_on(found, 4) == "native"
-    assert fastest_all_reduce.fastest_on(replace(found, algorithms={"shared_memory": slow}), 2) == "native"
+    assert detect.fastest_on(found, 2) == "shared_memory"
+    assert detect.fastest_on(found, 1) == detect.fastest_on(found, 4) == "native"
+    assert detect.fastest_on(replace(found, algorithms={"shared_memory": slow}), 2) == "native"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fastest_all_reduce, "gpus", list)
-    monkeypatch.setattr(fastest_all_reduce, "why_not_shared", lambda: None)
+    monkeypatch.setattr(detect, "gpus", list)
+    monkeypatch.setattr(detect, "why_not_shared", lambda: None)
     measured_file().parent.mkdir(parents=True)
     measured_file().write_text(dump(found))
     assert all_reduce_here(2) == "shared_memory"

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.planner.predict.stage_split import ModelPart, StageDivision, balanced, by_names, equal, thresholds
+from shoal.planner.predict.workload import ModelPart, StageDivision, balanced, by_names, equal, thresholds
 from shoal.planner.profile.values import Body, Unit
 
 PLAIN, REPEATED = Body(()), Body((), repeated=True)

@@ -13,8 +13,7 @@ from examples.models import GPT, Attention
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.tensor.pairs import SectionCut, set_count
-from shoal.parallel.tensor.plan import TensorPlan, decide, follow
+from shoal.parallel.tensor.plan import SectionCut, TensorPlan, decide, follow, set_count
 
 
 def total(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_words, words_of_steps
+from shoal.checkpoint.keeper import chain_digest
+from shoal.data.order import DIGEST_WORDS, EMPTY_DIGEST, grain_words, words_of_steps
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
 

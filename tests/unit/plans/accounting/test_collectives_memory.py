@@ -18,13 +18,17 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import profile
-from shoal.plans.accounting.collectives import Array, Gradients, Volumes, fully_sharded, owned
-from shoal.plans.accounting.memory import (
+from shoal.plans.accounting.collectives import (
+    Array,
+    Gradients,
     StateShape,
+    Volumes,
     bucketed,
     cut,
     exact,
+    fully_sharded,
     optimizer_state,
+    owned,
     scattered_gradients,
     state_shape,
     whole,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.model.tensor_slice import Runs, TensorSlice
+from shoal.parallel.model.sharded_model import Runs, TensorSlice
 
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 

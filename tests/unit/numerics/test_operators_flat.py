@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.numerics.flat import as_real, in_dtype, is_strided, real_numel, strided_parts, views_of
+from shoal.numerics.operators import as_real, in_dtype, is_strided, real_numel, strided_parts, views_of
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.observe.trace.traces import fingerprint

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from shoal.distributed.process_setup import compiler_deferred, step_optimizer
+from shoal.checkpoint.whole_optimizer import compiler_deferred, step_optimizer
 
 
 def test_a_loaded_compiler_stays() -> None:
