@@ -1,4 +1,4 @@
-"""What watches a step: the interface of observers, which verification and measurements implement, and the clock.
+"""Observers of a step: their interface, which verification and measurements implement, and the clock.
 
 The clock measures the time of a step by span. It never waits and never raises into the training.
 """
