@@ -66,6 +66,7 @@ def test_the_models_have_their_sizes() -> None:
     assert flops(vit(True)) is None
 
 
+@SLOW
 def test_a_loop_beside_its_peers_in_tiny_and_a_question_that_waits(tmp_path: Path) -> None:
     assert main(["--dry", "--commit", "abc", "--out", str(tmp_path), "--parts", "lenet", "float8"]) == 0
     found = records(tmp_path)

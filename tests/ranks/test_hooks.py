@@ -51,8 +51,8 @@ def under(name: str, layout: str, folder: Path) -> Ended:
         "hooked-grain by grain",
         "hooked-zero 3",
         "hooked-pipeline",
-        "masked-zero 3",
-        "kept-zero 3",
+        "masked-data",
+        "kept-zero 2",
         "rolled-zero 3",
     ],
 )

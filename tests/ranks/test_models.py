@@ -46,7 +46,7 @@ def keras_on_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.param("keras_cnn.py", TINY_IMAGES, True, marks=KERAS, id="keras-exact"),
         pytest.param("keras_cnn.py", (*TINY_IMAGES, "normalize=true"), False, marks=KERAS, id="keras-batch-norm"),
     ],
-    usual=["llama", "keras-batch-norm"],
+    usual=["llama"],  # Keras: tests/docs/test_model_files.py
 )
 def test_verified_on_two_ranks(target: str, settings: tuple[str, ...], exact: bool) -> None:
     """Also with dropout, fused; by bits in exact mode."""

@@ -663,7 +663,7 @@ def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Pa
     job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
     plan = judged(job, shoal.Plan().with_sections(**sections)).plan
-    trace_forked(lambda: job, plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 1)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 

@@ -514,8 +514,14 @@ PLAN: Table = {
     **EXECUTION,
     **PREDICTION,
 }
-# Each of these compiles for some seconds.
+# These compile for some seconds; or they say of one more axis what the conformance suite verifies there.
 SLOW = {
+    "memory.recompute: with a pipeline",
+    "memory.recompute: with shards",
+    "memory.recompute: with tensor",
+    "server.mode: channels_last",
+    "server.mode: memory",
+    "tensor.sequence: without sequences",
     "execution.compile",
     "execution.compile: on a CPU",
     "server.mode: clip_value",

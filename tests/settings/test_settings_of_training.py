@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 
 # Of values that unit tests see too.
-RARE = ("clip_norm: and clip_value", "eval_data: several sets")
+RARE = ("clip_norm: and clip_value", "eval_data: several sets", "fuse: with a pipeline")
 
 
 @parametrize("key", JOB, rare=RARE)

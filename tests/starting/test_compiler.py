@@ -20,50 +20,7 @@ def python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_an_optimizer_steps_without_the_compiler_which_still_imports_afterwards() -> None:
-    code = """
-        with compiler_deferred():
-            optimizer = torch.optim.SGD([weight], lr=0.5)
-        with compiler_deferred():
-            optimizer.step()
-            optimizer.zero_grad()
-        print(weight.tolist(), "torch._dynamo" in sys.modules, "_dynamo" in vars(torch))
-        with compiler_deferred():  # a real use inside loads the real one
-            import torch._dynamo
-            known = torch._dynamo.config is not None
-            real = sys.modules["torch._dynamo"]
-        print(known, hasattr(real, "optimize"), sys.modules["torch._dynamo"] is real)
-        print(callable(torch.compile(lambda x: x, backend="eager")))
-    """
-    assert python(code).splitlines() == ["[0.5, 0.5, 0.5] False False", "True True True", "True"]
-
-
-def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> None:
-    code = """
-        from functools import partial
-        from shoal.training.setup.job_model import outline
-        import shoal
-        model = partial(torch.nn.Embedding, 16, 8)
-        job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
-        print(outline(job).weight.device.type, "torch._dynamo" in sys.modules)
-    """
-    assert python(code) == "meta False"
-
-
-def test_an_outline_imports_what_the_constructor_asks_for() -> None:
-    code = """
-        from shoal.training.setup.job_model import outline
-        import shoal
-        def model():
-            import torch.distributed.tensor, torch._dynamo.variables  # as Transformers does with a model's first use
-            return torch.nn.Embedding(16, 8)
-        job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
-        print(outline(job).weight.device.type)
-    """
-    assert python(code) == "meta"
-
-
-def test_only_torchs_own_optimizers_step_without_it() -> None:
+def test_torchs_own_optimizers_step_without_the_compiler_which_still_imports_afterwards() -> None:
     code = """
         from shoal.checkpoint.whole_optimizer import step_optimizer
         class Own(torch.optim.SGD):
@@ -75,8 +32,34 @@ def test_only_torchs_own_optimizers_step_without_it() -> None:
         print(weight.tolist(), "torch._dynamo" in sys.modules)
         step_optimizer(own)
         print(own.stood_in)
+        with compiler_deferred():
+            plain.zero_grad()
+        print("torch._dynamo" in sys.modules, "_dynamo" in vars(torch))
+        with compiler_deferred():  # a real use inside loads the real one
+            import torch._dynamo
+            known = torch._dynamo.config is not None
+            real = sys.modules["torch._dynamo"]
+        print(known, hasattr(real, "optimize"), sys.modules["torch._dynamo"] is real)
+        print(callable(torch.compile(lambda x: x, backend="eager")))
     """
-    assert python(code).splitlines() == ["[0.5, 0.5, 0.5] False", "False"]
+    said = ["[0.5, 0.5, 0.5] False", "False", "False False", "True True True", "True"]
+    assert python(code).splitlines() == said
+
+
+def test_an_outline_is_made_without_it_and_imports_what_the_constructor_asks_for() -> None:
+    code = """
+        from functools import partial
+        from shoal.training.setup.job_model import outline
+        import shoal
+        others = dict(loss=print, optimizer=print, train_data=[1], global_batch=4)
+        drawn = shoal.Job(model=partial(torch.nn.Embedding, 16, 8), **others)
+        print(outline(drawn).weight.device.type, "torch._dynamo" in sys.modules)
+        def model():
+            import torch.distributed.tensor, torch._dynamo.variables  # as Transformers does with a model's first use
+            return torch.nn.Embedding(16, 8)
+        print(outline(shoal.Job(model=model, **others)).weight.device.type)
+    """
+    assert python(code).splitlines() == ["meta False", "meta"]
 
 
 def test_exact_mode_is_deterministic_without_the_compiler_and_with_it() -> None:

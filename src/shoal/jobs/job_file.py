@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,16 @@ from typing import Any
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.jobs.config_file import ConfigFile, read_config
 from shoal.jobs.job import Job
-from shoal.jobs.job_module import JobModule, code, files_read, imported_from, located, sources, split_target
+from shoal.jobs.job_module import (
+    JobModule,
+    code,
+    files_read,
+    imported_from,
+    located,
+    newest_module,
+    sources,
+    split_target,
+)
 from shoal.jobs.job_object import HandedJob
 from shoal.jobs.secret_settings import is_hidden, without_hidden, without_secrets
 from shoal.jobs.settings import Setting, bind, is_below, layered, settings_from, source_of, written
@@ -166,6 +176,7 @@ def load(request: JobRequest) -> LoadedJob:
     Raises: JobFileError, SettingError, JobError.
     """
     name, handed = request.function or "job", request.handed
+    newest = newest_module() if handed is None and request.module.name not in sys.modules else None
     hidden = {variable: os.environ.pop(variable) for variable in _OF_DEVICES if variable in os.environ}
     try:
         with files_read() as files:
@@ -178,7 +189,7 @@ def load(request: JobRequest) -> LoadedJob:
         digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
         return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
     module = request.module
-    digests = code(module, name, imported_from(module.folders))
+    digests = code(module, name, imported_from(module.folders, newest))
     return LoadedJob(job, name, settings, file_sha256(request.path), digests, module.name, tuple(files))
 
 

@@ -12,6 +12,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import site
 import sys
@@ -221,10 +222,23 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
     )
 
 
-def imported_from(folders: Iterable[str]) -> list[str]:
-    """Return the files of modules that this process has imported from these folders or their subfolders."""
+def newest_module() -> str | None:
+    """Return the name of the module that this process imported last; None if the process is not the command `shoal`.
+
+    The command imports nothing of a job before it loads the job.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return next(reversed(sys.modules)) if spec is not None and spec.name == "shoal.__main__" else None
+
+
+def imported_from(folders: Iterable[str], newest: str | None = None) -> list[str]:
+    """Return the files of modules that this process has imported from these folders or their subfolders.
+
+    `newest`: only modules that were imported after this one. In a forked rank, a look at all modules takes 20 ms.
+    """
     starts = tuple(os.path.join(folder, "") for folder in folders)
-    files = (_file_of(module) for module in list(sys.modules.values()))
+    names = [*itertools.takewhile(lambda name: name != newest, reversed(sys.modules))]
+    files = (_file_of(sys.modules[name]) for name in reversed(names))
     return [file for file in files if file is not None and file.startswith(starts)]
 
 
@@ -241,6 +255,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 FREE = ("length", "on_nonfinite", "predict")
 # Arguments of callbacks that a resume may change, like the length.
 LENGTHS = {"EarlyStopping": ("patience",)}
+_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -323,7 +338,7 @@ def _bare(node: ast.AST, is_job: bool) -> ast.AST:
     """Remove the parts of a statement that do not affect the computation, in place."""
     if is_job and isinstance(node, ast.FunctionDef):
         node.args.defaults, node.args.kw_defaults = [], []
-    for inner in ast.walk(node):
+    for inner in _nodes(node):
         if isinstance(inner, ast.Call):
             called = str(getattr(inner.func, "attr", getattr(inner.func, "id", None)))
             free = FREE if called == "Job" else LENGTHS.get(called, ())
@@ -334,6 +349,22 @@ def _bare(node: ast.AST, is_job: bool) -> ast.AST:
     return ast.Pass() if _is_text(node) else node
 
 
+def _nodes(tree: ast.AST, kinds: tuple[type[ast.AST], ...] = (ast.AST,)) -> list[ast.AST]:
+    """Return a node and all nodes of these kinds below it, in the order of `ast.walk`, which takes three times longer.
+
+    The nodes below a node of another kind are left out.
+    """
+    nodes = [tree]
+    for node in nodes:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                nodes += [one for one in value if isinstance(one, kinds)]
+            elif isinstance(value, kinds):
+                nodes.append(value)
+    return nodes
+
+
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
@@ -342,7 +373,7 @@ def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[P
     """Yield the files that a module imports from the roots, including packages on the way."""
     if (path.parent / _INIT).is_file():
         yield path.parent / _INIT
-    for node in ast.walk(tree):
+    for node in _nodes(tree, _STATEMENTS):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _first_of(roots, alias.name.split("."))

@@ -123,6 +123,23 @@ def test_changes_of_modules_that_a_job_imports_are_named(project: Path) -> None:
     assert changed(before, code(module, "job")) == ["jobs_of/sizes.py: (other lines)"]
 
 
+def test_a_module_is_the_jobs_wherever_it_is_imported(project: Path) -> None:
+    statements = [
+        "try:\n    {}\nexcept ImportError:\n    pass",
+        "try:\n    1 / 0\nexcept ArithmeticError:\n    {}",
+        "for _ in ():\n    pass\nelse:\n    {}",
+        "match 1:\n    case 1:\n        {}",
+        "def late():\n    if late:\n        {}",
+        "with open('/dev/null') as file:\n    {}",
+    ]
+    text = "\n".join(statement.format(f"import part_{n}") for n, statement in enumerate(statements))
+    (project / "parted.py").write_text(JOB.format(imports=text), encoding="utf-8")
+    names = {f"part_{n}.py" for n in range(len(statements))}
+    for name in names:
+        (project / name).write_text("", encoding="utf-8")
+    assert code(JobModule.of_file(Path("parted.py")), "job").keys() == {"the job file", *names}
+
+
 @pytest.mark.parametrize("target", ["jobs_of.train.ona", "jobs_of.trane.one", "no_such", "jobs_of.train.one.job"])
 def test_a_module_that_is_not_there(target: str) -> None:
     with pytest.raises(JobFileError, match="there is no such file"):

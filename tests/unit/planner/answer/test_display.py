@@ -216,7 +216,7 @@ def test_what_the_host_does_is_hidden_beside_a_device_that_is_behind(one: Search
     assert one.chosen.prediction.terms["host"] == 0.0
 
 
-@pytest.mark.parametrize(("batch", "grains", "wanted"), [(64, 8, 32), (16, 8, 16), (8, 8, None)])
+@pytest.mark.parametrize(("batch", "grains", "wanted"), [(64, 8, 32), (8, 8, None)])
 def test_no_more_grains_are_advised_than_a_step_has_samples(batch: int, grains: int, wanted: int | None) -> None:
     question = asked(hosts=4, batch=batch)
     case = question.case
