@@ -57,7 +57,18 @@ def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
 def test_planned_run_and_learned(tmp_path: Path) -> None:
     job = str(ROOT / "examples" / "digits.py")
     told = shoal(
-        tmp_path, "plan", job, "--cluster", "2xcpu", "-o", "plan.toml", "--html", "plan.html", "--mtbf", "1000"
+        tmp_path,
+        "plan",
+        job,
+        "--cluster",
+        "2xcpu",
+        "-o",
+        "plan.toml",
+        "--html",
+        "plan.html",
+        "--mtbf",
+        "1000",
+        "--more",
     )
     for words in ("The best", "By number of devices", "What would change it", "Why not", "none to plan for"):
         assert words in told
@@ -70,4 +81,4 @@ def test_planned_run_and_learned(tmp_path: Path) -> None:
     assert found["parts"]["compute"]["measured"] > 0
     learned = shoal(tmp_path, "plan", "--learn", "out")
     assert "cluster 2xcpu: 1 run" in learned
-    assert "corrected by what runs have shown" in shoal(tmp_path, "plan", job, "--cluster", "2xcpu")
+    assert "corrected by what runs have shown" in shoal(tmp_path, "plan", job, "--cluster", "2xcpu", "--more")

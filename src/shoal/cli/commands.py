@@ -99,7 +99,7 @@ COMMANDS = {
             "job and settings": ("job", "set", "config", "precision", "seq", "batch"),
             "devices and aim": ("cluster", "max_devices", "aim"),
             "length and cost": ("samples", "tokens", "price", "mtbf"),
-            "output": ("output", "html"),
+            "output": ("output", "html", "more"),
             "calibration": ("learn",),
         },
         (

@@ -250,6 +250,10 @@ class PlanOptions:
         page="writes a page",
         refused="a folder",
     )
+    more: bool = switch(
+        "also other layouts, the parts of a step and of memory, assumptions",
+        page="also prints other layouts, the parts of a step and of memory, what would change it, and assumptions",
+    )
     learn: tuple[str, ...] | None = option(
         "correct later predictions by what these runs took",
         "RUNDIR",

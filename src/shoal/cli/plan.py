@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from shoal.jobs.settings import written
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question, with_chosen_format
 from shoal.planner.answer.display import Answer, console_of_width, show
+from shoal.planner.answer.front import front
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan
@@ -79,11 +81,21 @@ def plan(options: PlanOptions) -> ExitCode:
                 remedy="give the name of a file in a folder that exists",
             )
     answer = answered(options)
-    show(answer, console_of_width())
+    trained = "JOBFILE" if str(options.job).startswith(PREFIX) else shlex.quote(str(options.job))
+    words = ["shoal run", trained, *(f"--config {shlex.quote(path)}" for path in options.config)]
+    words += [f"--set {shlex.quote(one if isinstance(one, str) else written(*one))}" for one in options.set]
+    is_default = all(getattr(options, name) == getattr(PlanOptions, name) for name in ("cluster", "aim", "max_devices"))
+    if options.output:
+        words += [f"--plan {shlex.quote(options.output)}"]
+    elif is_default and trained != "JOBFILE":
+        words += ["--plan auto"] + ([f"--precision {options.precision}"] if options.precision else [])
+    else:
+        words += ["--plan plan.toml, which -o plan.toml writes"]
+    typed = " ".join(words)
+    show(answer, console_of_width(), front(answer, typed, "--more"), more=options.more)
     if options.output:
         answer.write(options.output)
-        trained = "JOBFILE" if str(options.job).startswith(PREFIX) else options.job
-        print(f"\nplan written: shoal run {trained} --plan {options.output}")
+        print(f"plan written: {options.output}")
     if options.html:
         answer.write_html(options.html)
         print(f"page written: {options.html}")

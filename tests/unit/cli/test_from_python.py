@@ -31,6 +31,7 @@ INSTEAD: dict[str, dict[str, Any]] = {
         "set": "settings",
         "output": shoal.Answer.write,
         "html": shoal.Answer.write_html,
+        "more": shoal.Answer.write_html,
         "learn": "the command's alone: it reads runs, and answers nothing",
     },
 }
@@ -226,7 +227,7 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
     monkeypatch.setattr("shoal.cli.from_python.with_plan", lambda options, environment: options)
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "html", "learn", "dry_run", "verify"} == set(OPTIONS[name])
+    assert set(option_names(KINDS[name])) - {"output", "html", "more", "learn", "dry_run", "verify"} == set(OPTIONS[name])
     for option, (arguments, given) in OPTIONS[name].items():
         command = [name, *([] if option == "job" else [job]), *arguments]
         wanted = options_of(KINDS[name], _parser().parse_args(command))

@@ -47,7 +47,12 @@ def test_the_answer_of_the_command(
     assert main(["plan", "wide_job.py", *options, "-o", "command.toml"]) == 0
     said = capsys.readouterr().out
     found = shoal.plan("wide_job.py", cluster="4xH100", aim="cheapest", width=512, price=2.5)
-    assert without_numbers(str(found)) == without_numbers(said.partition("\nplan written")[0])
+    lines, printed = str(found).splitlines(), said.splitlines()
+    assert printed[1] == "run       shoal run wide_job.py --set width=512 --plan command.toml"
+    assert printed[-2].startswith("see       --more: ")
+    assert printed[-1] == "plan written: command.toml"
+    places = (0, *range(2, len(lines) - 1))
+    assert [without_numbers(lines[at]) for at in places] == [without_numbers(printed[at]) for at in places]
     assert repr(found) == str(found)
     assert found.write("call.toml") == Path("call.toml")
     by_command, by_call = read_plan(Path("command.toml")), read_plan(Path("call.toml"))

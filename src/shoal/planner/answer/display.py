@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import rich.table
 from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
+from shoal.planner.answer.front import WIDTH, Rows, batch, front, length, several, similar, text_of
 from shoal.planner.answer.outlook import (
     GRAPH,
     STORAGE_BYTES_PER_SECOND,
@@ -27,32 +26,30 @@ from shoal.planner.answer.outlook import (
 )
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
-from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, error_bar, likeness, of_device
+from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, likeness, of_device
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Rejected, gib
 from shoal.planner.search.space import Illegal
-from shoal.plans.plan import Plan, described, plan_text
+from shoal.plans.plan import Plan, described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import dollars, rate, seconds
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 
-Rows = list[list[str]]
-
 # Short descriptions of the terms of a step and of the categories of memory.
 TERMS_MEAN = {
     "compute": "the model's operations",
-    "launch": "the device waits until the host has started its next operation",
-    "recompute": "forwards computed once more, instead of keeping their activations",
-    "tensor": "exchanges among the ranks that divide a layer",
-    "context": "exchanges among the ranks that divide a sequence",
+    "launch": "the device waits for the host's next operation",
+    "recompute": "forwards computed again, to store less",
+    "tensor": "exchanges of the ranks that divide a layer",
+    "context": "exchanges of the ranks that divide a sequence",
     "pipeline": "messages from stage to stage",
-    "bubble": "a stage waits for the others, at the beginning and the end of a step",
-    "gradients": "sums of gradients over the replicas, as far as no computing hides them",
-    "parameters": "gathering parameters and scattering gradients, as far as no computing hides it",
+    "bubble": "a stage waits for the other stages",
+    "gradients": "sums of gradients that no computing hides",
+    "parameters": "gathers and scatters that no computing hides",
     "optimizer": "the update",
     "data": "waiting for samples",
-    "host": "what the host does in every step beside that",
+    "host": "other work of the host in every step",
 }
 MEMORY_MEANS = {
     "parameters": "as the layout divides them",
@@ -64,20 +61,16 @@ MEMORY_MEANS = {
     "allocator": "held between tensors, and free",
     "reserved": "the driver, the context and libraries",
 }
-BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "whole job", "cost"]
-CURVE_HEAD = ["devices", "step", "efficiency", "each added device brings", "layout"]
+BEST_HEAD = ["layout", "step", "of peak", "memory", "batch", "cost"]
+CURVE_HEAD = ["devices", "layout", "step", "efficiency", "added brings"]
 # Causes of a step below the peak that are no terms: parts of the term `compute`.
 MEMORY_BOUND = "operators that move memory"
 BELOW_PEAK = "products and attention below the peak"
 _LISTED = 0.015  # smallest share of a step that is listed next to the share of the peak
-# A step that waits for launches for more than this share of its time resembles no published step.
-_LAUNCHING = 0.5
 _SHORT = 0.01  # expected number of failures below which a job's failures are not worth a table
 _WORTH = 0.03  # smallest share of a step that justifies advice to pad, which changes the model
 _NAMED = 0.1  # rows whose products take less than this share of all unaligned ones are not named
-_BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from `_WIDE` columns on
 _NUM_REJECTED = 8
-WIDTH = 80  # columns of output that does not go to a terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,10 +185,8 @@ class Answer(SearchResult):
         return Path(path)
 
     def __str__(self) -> str:
-        """Return the text that `show` prints, without colours."""
-        file = io.StringIO()
-        show(self, Console(width=WIDTH, file=file, color_system=None, force_terminal=False, force_jupyter=False))
-        return file.getvalue()
+        """Return the first lines of `shoal plan`; `write_html` has the rest."""
+        return text_of(front(self))
 
     __repr__ = __str__
 
@@ -221,32 +212,11 @@ class Answer(SearchResult):
 # --------------------------------------------------------------------------------------------------- the key figures
 
 
-def several(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 device, 2 devices."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
-def quantity(value: float) -> str:
-    """Return a large number with its power of a thousand in words."""
-    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if value >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:,.0f}"
-
-
-def batch(candidate: Candidate, answer: SearchResult) -> tuple[int, int]:
-    """Return the samples of a microbatch and the number of microbatches on a rank."""
-    work, layout = answer.question.case.work, candidate.plan.layout
-    grains = -(-work.num_grains // (layout.data * layout.shard))
-    per = candidate.plan.batch.grains_per_microbatch
-    return per * work.grain_size, -(-grains // per)
-
-
 def key_rows(answer: SearchResult) -> Rows:
     """Return the chosen plan in a few lines of name and value, the most important first."""
     question, chosen = answer.question, answer.chosen
     case, prediction, devices, step = question.case, chosen.prediction, chosen.devices, chosen.seconds
-    cluster, tokens, num_steps, whole = case.cluster, question.sample_tokens, question.num_steps, None
+    cluster, tokens, whole = case.cluster, question.sample_tokens, answer.job_seconds(step)
     device = cluster.device_for(answer.ranks_per_host)  # of one rank; a CPU device has the rank's share of threads
     size, number = batch(chosen, answer)
 
@@ -270,12 +240,6 @@ def key_rows(answer: SearchResult) -> Rows:
         f"{(device.memory_bytes - usable) / GIB:.1f} are kept free (margin={100 * cluster.memory_margin:.3g}%)"
     )
 
-    length = "its length is not known: write --samples N" + (" or --tokens N" if tokens else "")
-    if num_steps is not None:
-        all_samples, whole = num_steps * case.work.global_batch, answer.job_seconds(step)
-        amount = f"{quantity(all_samples * tokens)} tokens" if tokens else f"{quantity(all_samples)} samples"
-        length = f"{seconds(whole)} for {amount} in {several(num_steps, 'step')}"
-
     hour, cost = answer.price, answer.cost(chosen)
     if hour is None:
         price = f"not known: the catalogue has none of {device.name}; write --price DOLLARS of a device-hour"
@@ -294,13 +258,12 @@ def key_rows(answer: SearchResult) -> Rows:
     if chosen.plan.shards_model:
         needs = f'torch {OLDEST_TEXT} or newer, for shard.level = "{chosen.plan.shard.level}"'
     rows = [
-        ["plan", f"{described(chosen.plan)}, on {devices:,} of {several(cluster.num_devices, 'device')}"],
-        ["microbatch", f"{several(size, 'sample')}; a rank has {number} of them in a step"],
+        ["plan", f"{described(chosen.plan)}; a rank has {number} x {several(size, 'sample')} in a step"],
         ["step", seconds(step) + (published(answer) if cluster.device.kind == "gpu" else "")],
         ["throughput", throughput],
         ["of the peak", of_peak],
         ["memory", memory],
-        ["whole job", length],
+        ["whole job", length(answer)],
         ["price", price],
         ["energy", energy],
         ["needs", needs],
@@ -316,14 +279,10 @@ def published(answer: SearchResult) -> str:
         sizes = least if least == most else f"{least} to {most}"
         return f"language models of {sizes} B parameters on {bar.like.family}"
 
-    case, step, prediction = answer.question.case, answer.chosen.seconds, answer.chosen.prediction
-    parameters, layout = case.work.profile.num_parameters, answer.chosen.plan.layout
-    like = likeness(case.cluster.device.name, parameters, layout)
-    bar = error_bar(like, parameters)
-    unlike = "" if answer.question.sample_tokens is not None else " (its samples are no sequences of tokens)"
-    if prediction.terms.get("launch", 0.0) > _LAUNCHING * prediction.step_seconds:
-        unlike = " (most of it is launches)"
-    if bar is None or unlike:
+    step, parameters = answer.chosen.seconds, answer.question.case.work.profile.num_parameters
+    bar, unlike = similar(answer)
+    if bar is None:
+        like = likeness(answer.question.case.cluster.device.name, parameters, answer.chosen.plan.layout)
         every = of_device(like)
         known = f"they are of {models(every)}" if every is not None else f"none is of {like.family}"
         return f"; no published step is like it{unlike}: {known}"
@@ -482,12 +441,11 @@ def best_rows(answer: SearchResult) -> Rows:
         mfu, cost = candidate.prediction.mfu, answer.cost(candidate)
         rows.append(
             [
-                described(candidate.plan),
-                "{} x {}".format(*batch(candidate, answer)),
+                layout_name(candidate.plan),
                 seconds(candidate.seconds),
                 f"{mfu:.0%}" if mfu is not None else "-",
                 gib(candidate.prediction.peak_bytes),
-                seconds(answer.job_seconds(candidate.seconds)),
+                "{} x {}".format(*batch(candidate, answer)),
                 dollars(cost) if cost is not None else "-",
             ]
         )
@@ -500,12 +458,12 @@ def curve_rows(answer: SearchResult) -> Rows:
     for point in answer.curve.points:
         if point.best is None:
             lacks = f"does not fit by {gib(point.missing_bytes)}" if point.missing_bytes else "no legal layout"
-            rows.append([str(point.devices), "-", "-", "-", lacks])
+            rows.append([str(point.devices), lacks, "-", "-", "-"])
             continue
         marginal = f"{round(point.marginal, 2) + 0.0:.0%} of one" if point.marginal is not None else "-"
         efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
-        layout = described(point.best.plan)
-        rows.append([str(point.devices), seconds(point.best.seconds), efficiency, marginal, layout])
+        layout = layout_name(point.best.plan)
+        rows.append([str(point.devices), layout, seconds(point.best.seconds), efficiency, marginal])
     return rows
 
 
@@ -618,72 +576,53 @@ def console_of_width() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def show(answer: SearchResult, console: Console) -> None:
-    """Print the whole result in the console's width, the chosen plan first."""
-    parts: list[Text | rich.table.Table] = []
+def show(answer: SearchResult, console: Console, first: Rows | None = None, *, more: bool = False) -> None:
+    """Print the first lines (default: `front`), and the rest of the result in the console's width if `more`."""
 
-    def add_lines(*lines: str) -> None:
-        parts.extend(map(Text, lines))
+    def add_lines(title: str, *lines: str) -> None:
+        if lines:
+            console.print(Text(f"\n{title}", "bold"), *map(Text, lines), sep="\n", highlight=False)
 
-    def add_table(title: str, head: list[str], rows: Rows, right: Sequence[int] = ()) -> None:
-        if not rows:
-            return
-        table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
-        for place, name in enumerate(head):
-            # Columns of numbers do not wrap if they fit; columns of words do.
-            least = max(len(row[place]) for row in rows) if place in right else None
-            table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        parts.extend([console.render_str(f"\n[bold]{title}[/bold]"), table])
+    def add_table(title: str, head: list[str], rows: Rows) -> None:
+        """Print rows in columns; the last columns are left out if the console has no room for them."""
+        widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+        while len(widths) > 3 and sum(widths) + 2 * len(widths) > console.width + 2:
+            widths.pop()
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+            for row in [head, *rows]
+        ]
+        add_lines(title, *(lines if any(head) else lines[1:]))
 
-    def add_waterfall(title: str, portions: Sequence[Portion]) -> None:
-        table = rich.table.Table(box=None, pad_edge=False, show_header=False)
-        for justify in ("left", "right", "right", "left", "left"):
-            table.add_column(justify=justify)
-        done, length = 0.0, _BAR if console.width >= _WIDE else _SHORT_BAR
-        for portion in portions:  # each bar starts at the end of the previous one
-            start, end = min(round(done * length), length - 1), round((done + portion.share) * length)
-            done += portion.share
-            bar = " " * start + "█" * max(1, end - start)
-            *figures, meaning = portion.row
-            table.add_row(*figures, bar.ljust(length), f"[dim]{meaning}[/dim]")
-        parts.extend([console.render_str(f"\n[bold]{title}[/bold]"), table])
-
+    # Commands are printed whole, for a copy.
+    console.print(Text(text_of(first or front(answer))), highlight=False, soft_wrap=True)
+    if not more:
+        return
     case = answer.question.case
     add_lines(
-        f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
+        "In short",
+        f"job: {answer.job} on {case.cluster.name}, {case.work.profile.num_parameters:,} parameters, "
         f"{case.work.profile.flops(case.work.global_batch):.3g} FLOPs a step of {case.work.global_batch} samples",
         *grains(answer),
-        "",
+        *(f"{name}: {value}" for name, value in key_rows(answer)),
+        summary(answer),
     )
-    key = rich.table.Table.grid(padding=(0, 2))
-    key.add_column(style="bold", no_wrap=True)
-    key.add_column(overflow="fold")
-    for name, value in key_rows(answer):
-        key.add_row(name, Text(value))
-    parts.append(key)
-    add_table(_best_title(answer), BEST_HEAD, best_rows(answer), right=range(2, 7))
-    add_lines(summary(answer))
+    notes = [f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)]
     if correction := case.correction:
         terms_of = [f"{name} x {factor:.2f}" for name, factor in correction.factors.items()]
         terms_of += [f"host + {seconds(correction.host_seconds)} a step"] if correction.host_seconds else []
-        add_lines(f"corrected by what runs have shown: {', '.join(terms_of)}")
-    add_lines(*(f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)))
-    add_waterfall("A step of the first", terms(answer))
-    add_waterfall("Memory of its fullest device", memory(answer))
-    add_table("By number of devices", CURVE_HEAD, curve_rows(answer), right=range(4))
-    add_lines(verdict(answer))
-    add_table("What would change it", ["change", "step", "effect"], change_rows(answer), right=[1])
-    if lines := goodput_lines(answer):
-        parts.append(console.render_str("\n[bold]Failures[/bold]"))
-        add_lines(*lines)
-    add_table("Why not", ["layout", "reason"], rejected_rows(answer, _NUM_REJECTED))
-    more = len(answer.choice.rejected) - _NUM_REJECTED
-    if more > 0:
-        add_lines(f"... and {more} more: --html FILE has them all")
-    for part in parts:
-        console.print(part, highlight=False)
+        notes.insert(0, f"corrected by what runs have shown: {', '.join(terms_of)}")
+    add_lines("Assumptions", *notes)
+    add_table(_best_title(answer), BEST_HEAD, best_rows(answer))
+    add_table("A step of the first", [""] * 4, [portion.row for portion in terms(answer)])
+    add_table("Memory of its fullest device", [""] * 4, [portion.row for portion in memory(answer)])
+    add_table("By number of devices", CURVE_HEAD, curve_rows(answer))
+    console.print(Text(verdict(answer)), highlight=False)
+    add_lines("What would change it", *(f"{what}: {step}, {effect}" for what, step, effect in change_rows(answer)))
+    add_lines("Failures", *goodput_lines(answer))
+    reasons = [f"{what}: {reason}" for what, reason in rejected_rows(answer, _NUM_REJECTED)]
+    left = len(answer.choice.rejected) - _NUM_REJECTED
+    add_lines("Why not", *reasons, *([f"... and {left} more: --html FILE has them all"] if left > 0 else []))
 
 
 def page(answer: SearchResult) -> str:

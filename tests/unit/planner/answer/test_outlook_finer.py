@@ -43,7 +43,7 @@ def nothing_fits(one: Case) -> bool:
 def said(one: Case) -> str:
     out = io.StringIO()
     found = answer(Question(one, 10), Aim(), "job", None, time.perf_counter)
-    show(found, Console(file=out, width=400))
+    show(found, Console(file=out, width=400), more=True)
     return out.getvalue()
 
 
@@ -55,7 +55,9 @@ def test_a_poor_plan_is_told_with_the_number_that_mends_it() -> None:
     assert found.candidate.seconds < poor.seconds / 1.05
     again = choose(case(found.num_grains, devices=8).search(), Aim()).chosen
     assert again.seconds <= found.candidate.seconds * 1.01, "what is promised is what the number brings"
-    lines = said(one).splitlines()
+    first, _, rest = said(one).partition("In short\n")
+    lines = rest.splitlines()
+    assert f"2 grains limit it: Job(grains={found.num_grains}) allows " in first
     assert lines[1].startswith("The number of grains keeps the job from a better plan: 2 of 32 samples")
     assert f"Job(grains={found.num_grains}): grains of {BATCH // found.num_grains} bring" in lines[2]
     assert lines[3].startswith("grains: 2 (32 samples each; ")
