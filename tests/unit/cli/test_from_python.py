@@ -227,7 +227,9 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
     monkeypatch.setattr("shoal.cli.from_python.with_plan", lambda options, environment: options)
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "html", "more", "learn", "dry_run", "verify"} == set(OPTIONS[name])
+    assert set(option_names(KINDS[name])) - {"output", "html", "more", "learn", "dry_run", "verify"} == set(
+        OPTIONS[name]
+    )
     for option, (arguments, given) in OPTIONS[name].items():
         command = [name, *([] if option == "job" else [job]), *arguments]
         wanted = options_of(KINDS[name], _parser().parse_args(command))
