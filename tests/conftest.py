@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 
 # Before torch is loaded, here and in what is started: a thread that waits for another sleeps. By default it spins, and
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     writer = config.get_terminal_writer()
     writer.fullwidth = writer.fullwidth
     os.environ["COLUMNS"] = "2000"
+    if "SHOAL_TEST_COUNTS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Counts(config.pluginmanager.get_plugin("terminalreporter")))
     # As in the background of a script, or under nohup: what tests start is asked to stop by these too.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -34,6 +37,30 @@ def pytest_configure(config: pytest.Config) -> None:
     given = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     if not all(path.is_relative_to(own) for path in given):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+class Counts:
+    """Says every 15 s how many tests are done, where no terminal shows it."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter, self._done, self._total, self._next = reporter, 0, 0, time.monotonic() + 15.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Counts the tests of this process."""
+        self._total = len(session.items) or self._total
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        """Counts the tests that workers share."""
+        self._total = len(ids)
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Counts a test, of this process or a worker."""
+        self._done += 1
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + 15.0
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"test: {self._done} of {self._total} tests done")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

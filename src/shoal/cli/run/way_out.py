@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.errors import OutOfMemoryError, ShoalError
+from shoal.errors import OutOfMemoryError, ShoalError, say_note
 from shoal.hardware import link
 from shoal.hardware.detect import usable_memory_bytes
 from shoal.launch.environment import INSIDE
@@ -32,7 +32,7 @@ def with_way_out(error: ShoalError, request: RunRequest) -> ShoalError:
     """
     if not isinstance(error, OutOfMemoryError) or request.what.plan.serves:
         return error
-    print("note: memory does not suffice; the planner looks for a layout that fits", file=sys.stderr)
+    say_note("memory does not suffice; the planner looks for a layout that fits")
     with tempfile.TemporaryDirectory(prefix="shoal-fits-") as folder:
         (Path(folder) / "request.json").write_text(dumped(request), encoding="utf-8")
         words, quiet = [sys.executable, "-c", _PROGRAM, folder], subprocess.DEVNULL
