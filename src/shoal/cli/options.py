@@ -142,7 +142,7 @@ class RunOptions(Course, TrainingOptions):
     verify: bool = switch(
         "verify two steps as shoal verify does before the run",
         keyword=None,
-        page="before the run, two steps of it are [verified](verify.md), in `runs/NAME-verify`",
+        page="before the run, two steps of it are [verified](verify.md), in `DIR-verify` or `runs/NAME-verify`",
         refused="a divergence",
     )
     on: str = option(

@@ -384,12 +384,13 @@ def verify(options: VerifyOptions, no_source: bool = False) -> int:
 
 
 def verification_of(options: RunOptions) -> VerifyOptions:
-    """Return the options for two steps of `shoal verify` before a run."""
+    """Return the options for two steps of `shoal verify` before a run, in a directory beside the run's."""
     same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions) if one.name != "out"}
     if options.layout is not None:
         devices = whole_number("devices", options.devices, 1)
         same |= {"plan": with_layout(Plan(), options.layout, devices), "devices": None}
-    return VerifyOptions(**same, steps=2)
+    out = f"{options.out.rstrip('/')}-verify" if options.out and options.address is None else None
+    return VerifyOptions(**same, out=out, steps=2)
 
 
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:

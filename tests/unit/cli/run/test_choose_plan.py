@@ -111,6 +111,8 @@ def test_help_names_the_three_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_layout_is_what_is_verified() -> None:
+    assert verification_of(options(out="runs/mine/")).out == "runs/mine-verify"
+    assert verification_of(options()).out is None
     wanted = verification_of(options(layout="data=2", devices=2, precision="bf16"))
     assert isinstance(wanted.plan, Plan)
     assert (wanted.plan.layout.data, wanted.devices, wanted.precision, wanted.steps) == (2, None, "bf16", 2)
