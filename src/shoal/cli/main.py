@@ -65,7 +65,7 @@ def _end_without_threads(code: int) -> None:
     def end() -> None:
         left = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not own)
         with contextlib.suppress(OSError):
-            say_note(f"not waited for threads that the job's code has left: {left}")
+            say_note(f"shoal does not wait for threads that the job's code left running: {left}")
         os._exit(code)
 
     own = threading.main_thread()

@@ -130,7 +130,7 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
     if as_json:
         print(json.dumps([one.to_json() for one in entries], indent=2))
     elif not entries:
-        print("no run here, or none that the filters let through")
+        print("there is no run here that the filters let through")
     else:
         print("\n".join(table(entries, terminal_width())))
         total = sum(one.size for one in entries)

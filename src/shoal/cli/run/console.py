@@ -268,7 +268,7 @@ def conclude(
         reporter.note(f"warning: {result.server['warning']}")
     goes_on = request.where.resizable and not told_to_stop and RunDirectory(request.where.out).requested_devices()
     if result.status == "preempted" and goes_on:
-        reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
+        reporter.note("a checkpoint was written; the run continues with another number of processes")
     elif result.status == "preempted":
         command = f"shoal run {request.what.job.target}:{function} --resume --out {request.where.shown}"
         call = f"shoal.run({function}, resume=True, out={request.where.shown!r})"

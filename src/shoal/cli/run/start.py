@@ -108,7 +108,7 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
         )
     most = min(limits.most, there)
     if options.resume or options.resume_if_exists:
-        say_note(f"--devices {limits} is {most}: so many {kind} are here")
+        say_note(f"--devices {limits} takes {most} processes: this host has {there} {kind}")
         return replace(options, devices=most)
     plan, _ = ask_planner(options, most, limits.least)
     number = plan.num_processes if plan is not None else most
@@ -255,7 +255,7 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     step = int((read_json(directory.saved) or {}).get("step", 0))
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
     now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
-    say_note(f"the run goes on with {now}, from step {step}")
+    say_note(f"the run continues with {now}, from step {step}")
     return following
 
 
