@@ -139,4 +139,4 @@ def test_threads_that_the_job_left_behind(devices: int, tmp_path: Path) -> None:
     job.write_text(RAISING.format(folder=str(JOBS), what=what, changes=""), encoding="utf-8")
     ended = run(Run(job, tmp_path / "run", devices), SOON_SECONDS).expect(0)
     assert ended.result["status"] == "completed"
-    assert "threads that the job's code has left: endless" in ended.stderr
+    assert "threads that the job's code left running: endless" in ended.stderr
