@@ -132,9 +132,8 @@ _COMMANDS = {
     "doctor of a run": ("doctor runs/b", "a step on 2 processes"),
     "evaluate": ("evaluate toy.py runs/b", "64 samples evaluated"),
     "predict": ("predict toy.py runs/b -o outputs.npz", "64 samples of eval_data"),
-    "export": ("export runs/b -o exported", "4 tensors"),
+    "export": ("export runs/b -o exported", "2 tensors"),
     "resize": ("resize runs/b 1", "no run trains there now"),
-    "bench": ("bench --quick", "written"),
 }
 
 
