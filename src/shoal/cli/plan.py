@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TextIO
@@ -27,36 +27,52 @@ from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
 
-_QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
-_STEPS = 64  # of a search between two checks of the clock
+_QUIET_SECONDS, _TERMINAL_SECONDS, _FILE_SECONDS = 1.5, 0.5, 5.0
 
 
-class SearchProgress:
-    """Progress of a search that takes more than two seconds: a line on stderr, updated in place on a terminal.
+class PlanProgress:
+    """Context that says on stderr what a plan is doing, after 1.5 s and then regularly.
 
-    In a file or a pipe, the line is written once.
+    On a terminal the line is updated in place and cleared at the end; a file or a pipe gets plain lines.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._clock = stream, clock
-        self._is_terminal = stream.isatty()
-        self._began, self._num_steps, self._width = clock(), 0, 0
-        self._due = self._began + _QUIET_SECONDS
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._is_terminal = stream, stream.isatty()
+        self._stage, self._num_steps, self._width = "loading the job", 0, 0
+        self._began, self._ended = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-plan-progress")
+
+    def __enter__(self) -> PlanProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._is_terminal and self._width:
+            self._stream.write(f"\r{' ' * self._width}\r")
+            self._stream.flush()
+
+    def enter(self, stage: str) -> None:
+        """Name what happens from here on."""
+        self._stage, self._num_steps = stage, 0
 
     def step(self) -> None:
         """Count one more node of the search."""
         self._num_steps += 1
-        if self._num_steps % _STEPS == 0 and (now := self._clock()) >= self._due:
-            self._due = now + _BETWEEN_SECONDS if self._is_terminal else float("inf")
-            line = f"searching: {self._num_steps:,} groups of plans in {now - self._began:.0f} s"
-            self._width = len(line)
-            self._stream.write(f"\r{line}" if self._is_terminal else f"{line} ...\n")
-            self._stream.flush()
 
-    def end(self) -> None:
-        """Clear the line on a terminal."""
-        if self._is_terminal and self._width:
-            self._stream.write(f"\r{' ' * self._width}\r")
+    def line(self) -> str:
+        """Return what is happening, and for how long the plan has been made."""
+        steps = f": {self._num_steps:,} groups of plans" if self._num_steps else ""
+        return f"{self._stage}{steps} ({time.monotonic() - self._began:.0f} s)"
+
+    def _run(self) -> None:
+        wait = _QUIET_SECONDS
+        while not self._ended.wait(wait):
+            line, wait = self.line(), _TERMINAL_SECONDS if self._is_terminal else _FILE_SECONDS
+            text = f"\r{line.ljust(self._width)}" if self._is_terminal else f"{line} ...\n"
+            self._width = max(self._width, len(line))
+            self._stream.write(text)
             self._stream.flush()
 
 
@@ -129,18 +145,17 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
             conflict="each of them is the length of the job",
             remedy="write one of them",
         )
-    job, name, precision = _loaded(options, given)
-    base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
-    base = with_chosen_format(job, base, options.cluster)
-    case = question(job, base, options.cluster, options.max_devices)
-    case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
-    progress = SearchProgress(sys.stderr, time.monotonic)
-    space = replace(case.case.space, data_only=data_only)
-    case = replace(case, case=replace(case.case, space=space, watch=progress.step))
-    try:
+    with PlanProgress(sys.stderr) as progress:
+        job, name, precision = _loaded(options, given)
+        base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
+        progress.enter("tracing the model and reading samples")
+        base = with_chosen_format(job, base, options.cluster)
+        case = question(job, base, options.cluster, options.max_devices)
+        case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
+        space = replace(case.case.space, data_only=data_only)
+        case = replace(case, case=replace(case.case, space=space, watch=progress.step))
+        progress.enter("searching")
         return answer(case, aim, name, hours, time.perf_counter)
-    finally:
-        progress.end()
 
 
 def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:

@@ -1,12 +1,14 @@
-"""The line that a long search shows."""
+"""The line that says what a plan is doing."""
 
 from __future__ import annotations
 
+import time
 from io import StringIO
 
 import pytest
 
-from shoal.cli.plan import SearchProgress
+from shoal.cli import plan
+from shoal.cli.plan import PlanProgress
 
 
 class Terminal(StringIO):
@@ -14,29 +16,35 @@ class Terminal(StringIO):
         return True
 
 
+def until(stream: StringIO, words: str) -> None:
+    while words not in stream.getvalue():
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [Terminal(), StringIO()])
-def test_a_short_search_shows_nothing(stream: StringIO) -> None:
-    progress = SearchProgress(stream, iter([0.0, *[1.9] * 10]).__next__)
-    for _ in range(640):
+def test_a_short_plan_shows_nothing(stream: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_QUIET_SECONDS", 600.0)
+    with PlanProgress(stream) as progress:
         progress.step()
-    progress.end()
     assert stream.getvalue() == ""
 
 
-def test_after_two_seconds_a_file_has_one_line() -> None:
-    stream, times = StringIO(), iter([0.0, 1.0, 2.5, 3.0, 9.0])
-    progress = SearchProgress(stream, times.__next__)
-    for _ in range(256):
+def test_a_file_has_a_line_for_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(plan, "_FILE_SECONDS", 0.01)
+    stream = StringIO()
+    with PlanProgress(stream) as progress:
+        until(stream, "loading the job (0 s) ...\n")
+        progress.enter("searching")
         progress.step()
-    progress.end()
-    assert stream.getvalue() == "searching: 128 groups of plans in 2 s ...\n"
+        until(stream, "searching: 1 groups of plans (")
+    assert "\r" not in stream.getvalue()
 
 
-def test_on_a_terminal_it_is_renewed_in_place_and_cleared() -> None:
-    stream, times = Terminal(), iter([0.0, 2.5, 2.6, 3.0])
-    progress = SearchProgress(stream, times.__next__)
-    for _ in range(192):
-        progress.step()
-    progress.end()
-    first, second = "searching: 64 groups of plans in 2 s", "searching: 192 groups of plans in 3 s"
-    assert stream.getvalue() == f"\r{first}\r{second}\r{' ' * len(second)}\r"
+def test_on_a_terminal_it_is_renewed_in_place_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_QUIET_SECONDS", 0.01)
+    stream = Terminal()
+    with PlanProgress(stream):
+        until(stream, "\rloading the job (0 s)")
+    assert stream.getvalue().endswith(f"\r{' ' * len('loading the job (0 s)')}\r")
+    assert "\n" not in stream.getvalue()
