@@ -118,3 +118,60 @@ def test_a_start_that_fails_leaves_its_traceback_or_nothing(tmp_path: Path) -> N
     run(Run(job, tmp_path / "runs" / "a", 2, cwd=tmp_path)).fails(2)
     texts = [path.read_text() for path in (tmp_path / "runs" / "a" / "errors").iterdir()]
     assert any("no data" in text for text in texts)
+
+
+JOB = """
+import shoal
+import torch
+from mine.nets import net
+
+def data():
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    return inputs, (inputs[:, 0] > 0).long()
+
+def job(lr: float = 0.1, api_token: str = "none"):
+    return shoal.Job(
+        model=net,
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        train_data=data,
+        global_batch=16,
+        length=shoal.Steps(4),
+    )
+"""
+
+
+@pytest.mark.timeout(150)
+def test_another_persons_run_is_trained_again_from_its_record(tmp_path: Path) -> None:
+    """A package in a src layout with uncommitted changes: the printed commands, in an empty folder, give the hash."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    theirs, empty = tmp_path / "theirs", tmp_path / "empty"
+    package = theirs / "src" / "mine"
+    package.mkdir(parents=True)
+    empty.mkdir()
+    (package / "__init__.py").touch()
+    (package / "nets.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(8, 2)\n")
+    (package / "train.py").write_text(JOB)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=theirs, check=True)
+    nets = (package / "nets.py").read_text()
+    (package / "nets.py").write_text(nets.replace("torch.nn.Linear(8, 2)", "torch.nn.Linear(8, 2, bias=False)"))
+    # Once from the checkout, and once from the folder above it.
+    for folder, name in ((theirs, "within"), (tmp_path, "above")):
+        job, out = package / "train.py", theirs / "runs" / name
+        shoal(folder, "run", str(job.relative_to(folder)), "--exact", "--set", "lr=0.3", "--out", str(out))
+        commands = shoal(empty, "runs", "reproduce", str(out))
+        assert "api_token" not in commands, "it was not given, so its value is in the code"
+        own = [line for line in commands.splitlines() if not line.startswith(("python -m venv", ". .venv", "pip "))]
+        script = f'shoal() {{ "{sys.executable}" -m shoal "$@"; }}\n' + "\n".join(own)
+        again = empty / name
+        again.mkdir()
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=again, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        hashes = {
+            json.loads((path / "result.json").read_text())["weights_sha256"]
+            for path in (out, again / "theirs" / "runs" / f"{name}-again")
+        }
+        assert len(hashes) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +121,9 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
 
     def sorted_by(one: RunEntry) -> Any:
         own = _VALUES[key](one) if key in _VALUES else one.settings.get(key)
-        return own if isinstance(own, int | float) or own is None else str(own)
+        if isinstance(own, int | float) or own is None:
+            return own
+        return re.sub(r"\d+", lambda number: number[0].zfill(12), str(own))  # run 10 comes after run 9
 
     known_values = [one for one in entries if sorted_by(one) is not None]
     known_values.sort(key=lambda one: (isinstance(sorted_by(one), str), sorted_by(one)), reverse=descending)
@@ -284,13 +288,13 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
         conflict = f"it has no {FOLDER}/{COMMAND}: it ran without it, or with an earlier version of shoal"
         raise _refusal(f"shoal runs reproduce {word}", conflict, "see its job.json and plan.toml")
     job = read_json(folder / "job.json") or {}
-    hidden = [name for name, value in (job.get("settings") or {}).items() if is_hidden(value)]
+    hidden = [name for name, value in (job.get("given") or {}).items() if is_hidden(value)]
     steps: list[tuple[str, list[str]]] = []
     if commit.get("commit"):
         origin = commit.get("remote") or commit.get("checkout") or "CHECKOUT"
         place = Path(origin.rstrip("/").removesuffix(".git").replace(":", "/")).name
         lines = [shlex.join(["git", "clone", origin, place]), shlex.join(["cd", place])]
-        lines.append(f"git checkout {commit['commit']}")
+        lines.append(f"git checkout --quiet {commit['commit']}")
         if (folder / FOLDER / PATCH).exists():
             lines.append(shlex.join(["git", "apply", str(folder / FOLDER / PATCH)]))
         if commit.get("folder") not in (None, "."):
@@ -303,9 +307,21 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
             ("the code: there is no commit", [f"# {commit.get('reason')}", shlex.join(["cd", command["folder"]])])
         )
     packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
-    packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
+    listed = (folder / FOLDER / PACKAGES).read_text(encoding="utf-8")
+    builds = sorted(set(re.findall(r"^torch==\S+\+(\S+)$", listed, re.MULTILINE)))  # torch's own, such as cpu or cu126
+    index = [word for build in builds for word in ("--extra-index-url", f"https://download.pytorch.org/whl/{build}")]
+    packages.append(shlex.join(["pip", "install", *index, "-r", str(folder / FOLDER / PACKAGES)]))
+    packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
     steps.append(("the packages", packages))
-    again = _again(command["arguments"], folder, job)
+    arguments = command["arguments"]
+    if commit.get("commit") and len(arguments) > 2:  # its job may be named from outside of the checkout
+        path, colon, function = arguments[2].partition(":")
+        with contextlib.suppress(ValueError):
+            file = Path(command["folder"], path).relative_to(commit["checkout"])
+            if "folder" not in commit or os.path.isabs(path):
+                start = commit.get("folder", ".")
+                arguments = [*arguments[:2], f"{os.path.relpath(file, start)}{colon}{function}", *arguments[3:]]
+    again = _again(arguments, folder, job)
     steps.append((f"the run: {entry.devices or 1} process{'es' if (entry.devices or 1) > 1 else ''}", [again]))
     if hidden:
         steps[-1][1].insert(0, f"# the values of {', '.join(hidden)} are not recorded: write them in place of <hidden>")
