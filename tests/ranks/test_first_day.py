@@ -62,7 +62,7 @@ def test_runs_are_listed_compared_pruned_and_reproduced(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines[2:-1]] == [[name, "completed"] for name in ("fast", "good", "slow")]
     compared = json.loads(shoal(tmp_path, "runs", "compare", "slow", "good", "--json"))
-    assert compared["differences"] == {"settings.lr": ["0.001", "0.1"]}
+    assert compared["differences"] == {"settings.lr": [0.001, 0.1]}
     assert compared["results"]["weights"] == [results[name]["weights_sha256"] for name in ("slow", "good")]
     best = max(results, key=lambda name: results[name]["metrics"]["accuracy"])  # type: ignore[index]
     shoal(tmp_path, "runs", "prune", "--keep-best", "1", "--metric", "accuracy:max", "--yes")

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.cli.options import RunsOptions
 from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, folded, nearest, terminal_width
+from shoal.hardware.detect import file_text
 from shoal.jobs.secret_settings import is_hidden
 from shoal.report.quantities import seconds, short
 from shoal.runs.attempts import read_attempts
@@ -307,16 +308,16 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
             ("the code: there is no commit", [f"# {commit.get('reason')}", shlex.join(["cd", command["folder"]])])
         )
     packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
-    listed = (folder / FOLDER / PACKAGES).read_text(encoding="utf-8")
-    builds = sorted(set(re.findall(r"^torch==\S+\+(\S+)$", listed, re.MULTILINE)))  # torch's own, such as cpu or cu126
-    index = [word for build in builds for word in ("--extra-index-url", f"https://download.pytorch.org/whl/{build}")]
-    packages.append(shlex.join(["pip", "install", *index, "-r", str(folder / FOLDER / PACKAGES)]))
+    packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
+    listed = file_text(folder / FOLDER / PACKAGES) or ""
     packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
+    if re.search(r"^torch==\S+\+", listed, re.MULTILINE):
+        packages.append("# this build of torch is in torch's own index: add --extra-index-url, as torch's page says")
     steps.append(("the packages", packages))
     arguments = command["arguments"]
     if commit.get("commit") and len(arguments) > 2:  # its job may be named from outside of the checkout
         path, colon, function = arguments[2].partition(":")
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError):
             file = Path(command["folder"], path).relative_to(commit["checkout"])
             if "folder" not in commit or os.path.isabs(path):
                 start = commit.get("folder", ".")

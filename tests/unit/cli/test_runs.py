@@ -147,6 +147,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
     commit |= {"folder": "jobs", "untracked": ["new.py"], "left_out": {"x.pem": "its name suggests a secret"}}
     (source / "commit.json").write_text(json.dumps(commit))
     (source / "uncommitted.patch").write_text("")
+    (source / "packages.txt").write_text("# mine==1.0 (installed from a local file)\nnumpy==2.1\ntorch==2.13.0+cpu\n")
     arguments = [
         "/venv/bin/shoal",
         "run",
@@ -167,7 +168,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
         "# the code, as it was",
         "git clone https://example.org/me/nets.git nets",
         "cd nets",
-        f"git checkout {'a' * 40}",
+        f"git checkout --quiet {'a' * 40}",
         f"git apply {source}/uncommitted.patch",
         "cd jobs",
         "# not in the patch: x.pem: its name suggests a secret",
@@ -176,6 +177,8 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
         "python -m venv .venv",
         ". .venv/bin/activate  # Python 3.11.7",
         f"pip install -r {source}/packages.txt",
+        "# mine==1.0 (installed from a local file): install it by hand",
+        "# this build of torch is in torch's own index: add --extra-index-url, as torch's page says",
         "# the run: 2 processes",
         f"shoal run job.py --set 'token=<hidden>' --plan {root}/plan.toml --out runs/lr-1-again",
         "# the same?",
