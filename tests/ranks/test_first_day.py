@@ -99,7 +99,7 @@ def test_secrets_and_modes(tmp_path: Path) -> None:
     refused = run(
         Run(job, tmp_path / "open", settings={"api_token": "other"}, arguments=("--resume",), cwd=tmp_path)
     ).fails(2)
-    assert "api_token = <hidden>" in refused.message.given
+    assert "api_token: <hidden>" in refused.message.given
 
 
 def test_a_start_that_fails_leaves_its_traceback_or_nothing(tmp_path: Path) -> None:

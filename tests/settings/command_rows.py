@@ -49,6 +49,10 @@ def weights_in(folder: Path) -> Any:
     return read(folder / "result.json")["weights_sha256"]
 
 
+# Settings by a file, and the same by `--set`.
+BY_FILE: dict[str, Any] = {"files": {"half.toml": "lr = 0.5\n", "change.json": '{"change": "eval_data"}'}}
+CONFIG = ("--config", "half.toml")
+
 FROM_ONE = PLAIN.with_("--out", "other", "--init-from", "out", after=KEPT)
 FROM_RENAMED = FROM_ONE.with_("--init-rename", "last.2.bias=last.3.bias")
 
@@ -97,6 +101,8 @@ RUN_OPTIONS: Table = {
     "--set": Acts(PLAIN.with_("--set", "lr=0.5"), PLAIN, weights),
     "--set: none such": Refuses(PLAIN.with_("--set", "lt=0.5"), "did you mean 'lr'"),
     "--set: twice": Acts(PLAIN.with_("--set", "lr=0.5", "--set", "steps=1"), PLAIN.with_("--set", "lr=0.5"), steps, 1),
+    "--config": Acts(PLAIN.with_(*CONFIG, **BY_FILE), PLAIN, weights),
+    "--config: another kind": Refuses(PLAIN.with_("--config", "half.ini"), "is YAML, TOML or JSON"),
     "--set: the same twice": Refuses(PLAIN.with_("--set", "lr=0.5", "--set", "lr=0.7"), "lr is set twice"),
     "--out": Acts(
         PLAIN.with_("--out", "elsewhere"), PLAIN, lambda ended: (ended.folder / "elsewhere/result.json").exists(), True
@@ -286,9 +292,10 @@ def certified(*keys: str) -> Any:
 ALL = Call(
     "verify",
     arguments=(
-        *("--devices", "3", "--steps", "2", "--exact", "--precision", "bf16", "--set", "lr=0.5"),
+        *("--devices", "3", "--steps", "2", "--exact", "--precision", "bf16", *CONFIG),
         *(MICRO, "7", "--workers", "1", "--set", "change=by item"),
     ),
+    **BY_FILE,
 )
 
 VERIFY_OPTIONS: Table = {
@@ -314,7 +321,8 @@ VERIFY_OPTIONS: Table = {
     "--devices": Acts(ALL, VERIFIED, certified("plan", "layout", "data"), 3),
     "--exact": Acts(ALL, VERIFIED, certified("plan", "execution", "exact"), True),
     "--precision": Acts(ALL, VERIFIED, certified("plan", "precision", "compute"), "bfloat16"),
-    "--set": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["lr"], 0.5),
+    "--set": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["change"], "by item"),
+    "--config": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["lr"], 0.5),
     "--steps": Acts(ALL, VERIFIED, certified("steps"), 2),
     "--steps: in words": Refuses(VERIFIED.with_("--steps", "all"), "--steps takes a whole number"),
     "--steps: beyond the job's length": Says(
@@ -366,6 +374,7 @@ PLAN_OPTIONS: Table = {
     "--batch": Refuses(planned("--batch", "8"), "a job file says its own"),
     "--precision": Acts(planned("--precision", "bf16"), ASKED, table),
     "--set": Acts(planned("--set", "change=global_batch"), ASKED, table),
+    "--config": Refuses(planned("--config", "gone.toml"), "it cannot be read"),
     "--mtbf": Acts(planned("--mtbf", "0.001"), ASKED, table),
     "--price": Acts(planned("--price", "2.5"), ASKED, table),
     "--price: none": Refuses(planned("--price", "0"), "a number of US dollars above zero"),
@@ -387,6 +396,7 @@ PLAN_OPTIONS: Table = {
             "--batch": "8",
             "--precision": "bf16",
             "--set": "lr=1",
+            "--config": "a.toml",
             "--mtbf": "9",
             "--price": "2",
             "--tokens": "1e9",
@@ -475,6 +485,9 @@ EVALUATE_OPTIONS: Table = {
     "--devices": Acts(evaluate("--devices", "2"), EVALUATED, lambda ended: "data 2" in ended.said, True),
     "--devices: too many": Refuses(evaluate("--devices", "9"), "9 data ranks for a job of grains=8"),
     "--set": Acts(evaluate("--set", "change=eval_data"), EVALUATED, lambda ended: "11 samples" in ended.said, True),
+    "--config": Acts(
+        evaluate("--config", "change.json", **BY_FILE), EVALUATED, lambda ended: "11 samples" in ended.said, True
+    ),
     "--set: nothing to evaluate": Refuses(evaluate("--set", "change=no eval_data"), "the job has no eval_data"),
     "--json": Acts(evaluate("--json"), EVALUATED, lambda ended: '"samples": 21' in ended.said, True),
 }
@@ -519,6 +532,9 @@ PREDICT_OPTIONS: Table = {
     ),
     "--devices: too many": Refuses(predict("--devices", "9"), "9 data ranks for a job of grains=8"),
     "--set": Acts(predict("--set", "change=eval_data"), PREDICTED, lambda ended: rows(ended)["ids"][0], (11,)),
+    "--config": Acts(
+        predict("--config", "change.json", **BY_FILE), PREDICTED, lambda ended: rows(ended)["ids"][0], (11,)
+    ),
     "--set: no data": Refuses(predict("--set", "change=no eval_data"), "write --data train"),
 }
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
-from shoal.jobs.job_file import JobRequest, called, load, parse_target
+from shoal.jobs.job_file import JobRequest, called, load, parse_target, with_settings_of
 from shoal.jobs.job_module import is_path, split_target
 from shoal.jobs.job_object import is_job
-from shoal.jobs.secret_settings import without_hidden
+from shoal.jobs.settings import Setting, settings_from
 from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
@@ -34,14 +34,16 @@ class Run:
         out: path or address of the run directory. For an address, every access reads the current remote files.
         job: the trained job, which `model()` builds: a Job, a job function, or "file.py:function". A run that
             `shoal.run` returns already has it. Code that only the directory names is never executed.
+        settings: settings of the job, over those of the run. Secrets are not in the directory, and are given here.
 
     Raises: RunDirectoryError if there is no run.
     """
 
-    def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
+    def __init__(self, out: str | os.PathLike[str], job: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         text = os.fspath(out)
         self.out: Path | str = text if is_address(text) else Path(text)
         self._given = job
+        self._settings: tuple[tuple[str, Setting], ...] = tuple(settings_from(settings or {}).items())
         if isinstance(job, str | os.PathLike):  # relative paths become absolute, since the current folder may change
             target = os.fspath(job)
             path, _ = split_target(target)
@@ -95,12 +97,13 @@ class Run:
 
     def _job(self) -> Any:
         description = self.job
-        settings = tuple(without_hidden(description.get("given", {})).items())
         if isinstance(self._given, str):
-            return load(replace(parse_target(self._given, ()), settings=settings)).job
+            request = replace(parse_target(self._given, ()), settings=self._settings)
+            return load(with_settings_of(request, description, all_known=True)).job
         path, function = Path(str(description.get("file"))), description.get("function")
         if is_job(self._given):
-            return called(self._given, JobRequest(path, function, settings))[0]
+            request = with_settings_of(JobRequest(path, function, self._settings), description, all_known=True)
+            return called(self._given, request)[0]
         raise JobFileError(
             given=f"the model of {self.out}",
             conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",

@@ -188,7 +188,9 @@ def run(
                     conflict=f"it ended with exit code {ended.code}",
                     remedy="its output, and errors in the run directory, say why",
                 )
-    return Run(request.where.address or request.where.out, job)
+    finished = Run(request.where.address or request.where.out, job)
+    finished._settings = request.what.job.settings  # with its secrets
+    return finished
 
 
 def plan(

@@ -17,7 +17,8 @@ from typing import Any
 from shoal.cli.options import RunsOptions
 from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, folded, nearest, terminal_width
 from shoal.hardware.detect import file_text
-from shoal.jobs.secret_settings import is_hidden
+from shoal.jobs.secret_settings import HIDDEN, is_hidden
+from shoal.jobs.settings import setting_text, source_of
 from shoal.report.quantities import seconds, short
 from shoal.runs.attempts import read_attempts
 from shoal.runs.collection import RunEntry, check_removable, entry_of, is_listed, remove, runs_below
@@ -343,19 +344,26 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
 
 
 def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
-    """Return a run's command with its complete plan and another directory; a program of one's own as it was."""
+    """Return a run's command with its complete plan, the settings of its configuration files and another directory.
+
+    A program of one's own stays as it was.
+    """
     program = os.path.basename(arguments[0]) if arguments else ""
     words = list(arguments)
     if program == "__main__.py" or program == "shoal":
         words = ["shoal", *arguments[1:]]
     if words[:2] != ["shoal", "run"] or job.get("function") == SESSION:
-        return shlex.join(words if words[:1] == ["shoal"] else ["python", *words]) + "  # with another directory"
-    same, skip = [], False
-    for word in words:
+        files = "".join(f"\n# it read {one['path']} (SHA-256 {one['sha256']})" for one in job.get("config") or ())
+        return shlex.join(words if words[:1] == ["shoal"] else ["python", *words]) + f"  # with another directory{files}"
+    same, skip = words[:2], False
+    for name, setting in (job.get("given") or {}).items():
+        if source_of(setting) is not None:  # before the command's own
+            same += ["--set", f"{name}={HIDDEN if is_hidden(setting) else setting_text(name, setting)}"]
+    for word in words[2:]:
         flag = word.partition("=")[0]
         if skip:
             skip = False
-        elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster"):
+        elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster", "--config"):
             skip = "=" not in word
         elif word not in ("--resume", "--resume-if-exists", "--accept-changes", "--verify", "--dry-run"):
             same.append(word)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -37,6 +37,15 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str 
         elif one != other:
             different.append(Difference(f"{prefix}{key}", one, other))
     return different
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values as one level of dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -156,7 +156,7 @@ def with_settings_of(request: JobRequest, saved: Mapping[str, Any], *, all_known
         raise SettingError(
             given=f"no value of {', '.join(unknown)}",
             conflict="the run was given one, and a run directory has no secrets",
-            remedy=f"add {' '.join(f'--set {name}=...' for name in unknown)}",
+            remedy=f"give it again: {' '.join(f'--set {name}=...' for name in unknown)}, or settings= from Python",
         )
     of_run = ((n, s) for n, s in without_hidden(given).items() if not (request.config and source_of(s)))
     from_files = [(name, setting) for name, setting in own.items() if source_of(setting)]

@@ -287,7 +287,9 @@ class _Place:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in (self.name, *first["loc"]) if part != "")
-            raise _Misfit(name, _misfit(name, kind, first.get("input"), error), f"write another {name}") from error
+            place = self.keys.get(str(first["loc"][0])) if first["loc"] else None
+            wanted = place.wanted if place is not None else kind
+            raise _Misfit(name, _misfit(name, wanted, first.get("input"), error), f"write another {name}") from error
         except (TypeError, ValueError) as error:
             raise _Misfit(self.name, f"{kind.__name__} refuses them: {error}", "write other values") from error
         return importlib.import_module("omegaconf").OmegaConf.create(values) if _is_of_omegaconf(kind) else values

@@ -119,7 +119,7 @@ def differing(accounts: Sequence[Account]) -> dict[str, list[Any]]:
     """Return what differs between runs: each run's value, or None, by name, of job, code, data, plan and versions."""
     of_runs: list[dict[str, Any]] = []
     for account in accounts:
-        no_settings = ("versions", "lengths", "given", "file_sha256", "data", "code")
+        no_settings = ("versions", "lengths", "given", "config", "file_sha256", "data", "code")
         values = {name: value for name, value in flat(account.job) if name.partition(".")[0] not in no_settings}
         values |= {f"code.{name}": str(digest)[:8] for name, digest in flat(section(account.job, "code"))}
         for name, digests in section(account.job, "data").items():

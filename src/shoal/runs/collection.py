@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InUseError, RunDirectoryError
+from shoal.jobs.differences import flat
 from shoal.runs.attempts import Attempt, read_attempts, run_status
 from shoal.runs.directory import SESSION, RunDirectory, claim, held_since, is_held, read_json
 from shoal.runs.records import StepRecord, last_records
@@ -146,7 +147,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         size=size_of(path),
         commit=f"{commit['commit'][:8]}{'+' if commit.get('dirty') else ''}" if commit.get("commit") else None,
         began_at=attempts[0].started_at if attempts else path.stat().st_mtime,
-        settings=job.get("settings") or {},
+        settings=dict(flat(job.get("settings") or {})),
         error=str(error.get("conflict") or error.get("kind") or "") or None,
         stopped=f"by {ended_by.get('callback')}: {ended_by.get('reason')}" if state == "stopped" else None,
     )
@@ -232,7 +233,7 @@ def _certificate(path: Path, name: str) -> RunEntry:
         size=size_of(path),
         commit=commit[:8] if commit else None,
         began_at=(path / _CERTIFICATE).stat().st_mtime,
-        settings=job.get("settings") or {},
+        settings=dict(flat(job.get("settings") or {})),
     )
 
 

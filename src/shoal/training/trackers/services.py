@@ -7,10 +7,12 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shoal.jobs.differences import flat
 
 # Step numbers, with metrics by name.
 Metrics = Sequence[tuple[int, Mapping[str, float]]]
@@ -25,15 +27,6 @@ class TrackedRun:
     name: str
     about: Mapping[str, Any]
     first_step: int
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings, plan and job as one level of dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 class Service(ABC):
