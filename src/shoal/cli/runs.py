@@ -354,7 +354,9 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
         words = ["shoal", *arguments[1:]]
     if words[:2] != ["shoal", "run"] or job.get("function") == SESSION:
         files = "".join(f"\n# it read {one['path']} (SHA-256 {one['sha256']})" for one in job.get("config") or ())
-        return shlex.join(words if words[:1] == ["shoal"] else ["python", *words]) + f"  # with another directory{files}"
+        return (
+            shlex.join(words if words[:1] == ["shoal"] else ["python", *words]) + f"  # with another directory{files}"
+        )
     same, skip = words[:2], False
     for name, setting in (job.get("given") or {}).items():
         if source_of(setting) is not None:  # before the command's own
