@@ -368,7 +368,7 @@ SERVER: Table = {
     "server.staleness: not bounded": warned(
         "server.staleness = 3: no effect", server={"mode": "synchronous", "staleness": 3}
     ),
-    "server.num_servers": Acts(served(server_={"num_servers": 2}), served(), heard("2 server(s)")),
+    "server.num_servers": Acts(served(server_={"num_servers": 2}), served(), heard("2 servers and a conductor")),
     "server.num_servers: without servers": idle("server.num_servers = 2: no effect", server={"num_servers": 2}),
     "server.mode: clip_norm": Acts(served("synchronous", "--set", "change=clip_norm"), served(), weights),
     "server.mode: clip_value": Acts(served("synchronous", "--set", "change=clip_value"), served(), weights),
