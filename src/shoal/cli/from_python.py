@@ -19,14 +19,14 @@ from shoal.cli.notebook_progress import progress_stream
 from shoal.cli.options import EvaluateOptions, ExportOptions, PlanOptions, PredictOptions, RunOptions
 from shoal.cli.run.choose_plan import with_plan
 from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
-from shoal.cli.run.submit import RunEnd, is_worker, submitted, trained_in_worker
+from shoal.cli.run.submit import RunEnd, is_worker, joined_request, submitted, trained_as_rank, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError, say_note
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, called, parameters_of, with_config
 from shoal.jobs.job_object import function_name, hand_over, hand_over_value, is_job, place_of
 from shoal.jobs.settings import Setting, settings_from, written
-from shoal.launch.environment import inside_run
-from shoal.launch.environments.detect import refuse_rank
+from shoal.launch.environment import INSIDE, LAUNCHER_PID, inside_run
+from shoal.launch.environments.detect import detected, refuse_rank, restarts
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import other_stream
 from shoal.plans import Plan
@@ -121,14 +121,17 @@ def run(
     | `cluster` | plan for this cluster with --plan auto, as shoal plan does (default: this machine) |
     | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |
 
-    Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. After an interrupt, a
-    checkpoint is saved before the call raises KeyboardInterrupt or, for SIGTERM, SystemExit with code 75 (130 before
-    the ranks start).
+    Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. Under torchrun, each
+    process of the program starts the one rank of its number. After an interrupt, a checkpoint is saved before the call
+    raises KeyboardInterrupt or, for SIGTERM, SystemExit with code 75 (130 before the ranks start).
     Raises: the errors of the command; LaunchError inside a rank.
     """
     given = dict(locals())
-    if not is_worker(os.environ):
-        refuse_rank(os.environ, "shoal.run")
+    launched = None if is_worker(os.environ) else detected(os.environ)
+    if launched is None or launched.num_to_start or on != "local" or {INSIDE, LAUNCHER_PID} & os.environ.keys():
+        launched = None
+        if not is_worker(os.environ):
+            refuse_rank(os.environ, "shoal.run")
     values = {one.name: _as_option(one.option, given[one.name]) for one in declared(RunOptions) if one.name in given}
     if plan is None or isinstance(plan, Plan | str | os.PathLike):
         values["plan"] = os.fspath(plan) if isinstance(plan, os.PathLike) else plan
@@ -145,9 +148,14 @@ def run(
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, of_job, values["config"], Path(folder)))
         with guarded_files(options.private), at_address(options) as options:
-            options = options if is_worker(os.environ) else with_plan(options, None)
+            options = options if is_worker(os.environ) else with_plan(options, launched)
             request = requested(options)
-            if is_worker(os.environ):
+            if launched is not None:
+                if options.out is not None and not options.resume:  # a launcher's restart resumes
+                    request = request.restarted(restarts(os.environ))
+                request = joined_request(request, launched)
+                request, ended = trained_as_rank(request, launched, Path(folder), signals)
+            elif is_worker(os.environ):
                 if request.origin("max_restarts") is Origin.OPTION:
                     no_effect = (
                         "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"

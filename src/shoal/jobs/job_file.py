@@ -23,6 +23,7 @@ from shoal.jobs.job_module import (
     imported_from,
     located,
     newest_module,
+    read_source,
     sources,
     split_target,
 )
@@ -204,7 +205,7 @@ def _fetched(handed: HandedJob, request: JobRequest) -> Any:
 
 def file_sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file. Raises: OSError."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_source(path)).hexdigest()
 
 
 def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
@@ -312,7 +313,7 @@ def parameters_of(target: str) -> list[str]:
     text, function = split_target(target)
     function = function or "job"
     try:
-        body = ast.parse(located(text).path.read_bytes()).body
+        body = ast.parse(read_source(located(text).path)).body
     except (OSError, SyntaxError, ValueError, JobFileError):
         return []
     definition = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)

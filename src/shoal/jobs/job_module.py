@@ -14,16 +14,16 @@ import importlib.util
 import io
 import itertools
 import os
-import site
 import sys
-import sysconfig
 import types
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobFileError, nearest
+from shoal.installed import is_installed, own_package
 
 _INIT = "__init__.py"
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -90,6 +90,7 @@ class JobModule:
     def execute(self) -> Any:
         """Execute the module again, after importing its packages. Raises: JobFileError and errors of the code."""
         self.set_import_path()
+        own_package(self.package)
         known = sys.modules.get(self.name)
         package = ".".join(self.name.split(".")[: self.num_packages - (self.path.name == _INIT)])
         if package:  # an imported package of this name is to be from the job's folder
@@ -97,7 +98,7 @@ class JobModule:
             here = os.path.dirname(os.path.abspath(self.path))
             here = os.path.dirname(here) if self.path.name == _INIT else here
             places = [os.path.abspath(place) for place in getattr(parent, "__path__", ())]
-            if not any(os.path.samefile(place, here) for place in places if os.path.isdir(place)):
+            if not any(place == here or (os.path.isdir(place) and os.path.samefile(place, here)) for place in places):
                 raise JobFileError(
                     given=str(self.path),
                     conflict=f"it is the module {self.name}, but the package {parent.__name__} that Python has "
@@ -150,6 +151,21 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
         compiled: types.CodeType = self.source_to_code(self.get_data(path), path)
         return compiled
 
+    def get_data(self, path: str) -> bytes:
+        return read_source(Path(path))
+
+
+def read_source(path: Path) -> bytes:
+    """Return the content of a file, or of a member of a zip archive. Raises: OSError."""
+    archive = next((folder for folder in path.parents if folder.is_file()), None)
+    if archive is None:
+        return path.read_bytes()
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            return opened.read(path.relative_to(archive).as_posix())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise FileNotFoundError(f"{archive} has no member {path.relative_to(archive)}") from error
+
 
 def split_target(target: str) -> tuple[str, str | None]:
     """Split `FILE_OR_MODULE[:FUNCTION]` at the last colon."""
@@ -167,39 +183,51 @@ def is_path(text: str) -> bool:
 def located(text: str) -> JobModule:
     """Find the module for a path or a dotted name, without running the job's code.
 
-    Dotted names are searched in the current folder, then in the environment. Raises: JobFileError.
+    Dotted names are searched in the current folder, in its folder `src`, then in the environment. Raises: JobFileError.
     """
     if is_path(text):
         path = Path(text)
         if not path.is_file():
             raise _missing(text, path)
+        if zipfile.is_zipfile(path):
+            raise JobFileError(
+                given=text,
+                conflict="it is an archive, which may have many modules",
+                remedy=f"write PYTHONPATH={text} shoal run PACKAGE.MODULE:FUNCTION",
+            )
         return JobModule.of_file(path)
     parts = text.split(".")
     if not all(part.isidentifier() for part in parts):
         raise _missing(text, Path(text))
-    places: list[str] | None = None
+    here = Path.cwd()
+    in_src = [] if (here / "src" / _INIT).is_file() else [str(here / "src")]
+    places = [str(here), *in_src, *sys.path]
     for number in range(1, len(parts) + 1):
         spec = _spec(parts[:number], places)
         if spec is None or (number < len(parts) and spec.submodule_search_locations is None):
             raise _missing(text, Path(text), parts[:number])
         places = list(spec.submodule_search_locations or ())
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    place = _place(spec)
+    if place is None:
         raise _missing(text, Path(text))
-    path = Path(spec.origin)
-    here = Path.cwd()
-    return JobModule.of_name(path.relative_to(here) if path.is_relative_to(here) else path, text)
+    return JobModule.of_name(place.relative_to(here) if place.is_relative_to(here) else place, text)
 
 
-def _spec(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Find a module's spec without importing its packages. `places`: folders of the packages, None at the top level."""
-    folders = places if places is not None else [os.getcwd(), *sys.path]
+def _spec(parts: Sequence[str], places: list[str]) -> importlib.machinery.ModuleSpec | None:
+    """Find a module's spec without importing its packages. `places`: folders of the package, or the import path."""
     # Use the last name only: for a dotted name, a namespace package would need its parent to be imported.
-    spec = importlib.machinery.PathFinder.find_spec(parts[-1], folders)
-    others = [] if spec is not None else [f for f in sys.meta_path if f is not importlib.machinery.PathFinder]
-    for finder in others:  # for example finders of editable installs
+    spec = importlib.machinery.PathFinder.find_spec(parts[-1], places)
+    # Finders of editable installs; others may import what they find.
+    others = [f for f in sys.meta_path if "editable" in str(getattr(f, "__module__", ""))]
+    for finder in others if spec is None else []:
         with contextlib.suppress(AttributeError, ImportError):
             spec = spec or finder.find_spec(".".join(parts), places)
     return spec
+
+
+def _place(spec: importlib.machinery.ModuleSpec | None) -> Path | None:
+    """Return the file of a module, or None for a namespace package or a module of the interpreter."""
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileError:
@@ -209,12 +237,14 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
     if path.is_dir():
         conflict = "it is a directory, not a job file"
     elif dotted:
-        conflict = f"there is no such file, and no module {'.'.join(parts or ())} in {os.getcwd()} or the environment"
+        name = ".".join(parts or ())
+        conflict = f"there is no such file, and no module {name} in {os.getcwd()}, its folder src or the environment"
     else:
         conflict = "there is no such file"
     if dotted and parts is not None:  # modules in the folder in which the last part is missing
-        folder = Path(*parts[:-1])
-        stems = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+        folders = Path(*parts[:-1]), Path("src", *parts[:-1])
+        paths = [path for folder in folders for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern)]
+        stems = {path.parent.name if path.parent not in folders else path.stem for path in paths}
         near = [".".join([*parts[:-1], name]) for name in sorted(stems) if name.isidentifier()]
     what = "a module with a job function, as package.module" if dotted else "a Python file that has a job function"
     return JobFileError(
@@ -249,8 +279,6 @@ def _file_of(module: object) -> str | None:
 
 JOB_FILE = "the job file"
 _REST = "(other lines)"
-_INIT = "__init__.py"
-_PACKAGE = Path(__file__).resolve().parents[1]
 # Arguments of Job that a resume may change.
 FREE = ("length", "on_nonfinite", "predict")
 # Arguments of callbacks that a resume may change, like the length.
@@ -262,10 +290,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path, ast.Module]]:
     """Yield the job's file and its own modules, imported transitively, with their syntax trees.
 
-    A module is the job's own if it is in the job's package, the folder above it or the current folder, and is not
-    installed. `also`: additional files to start from. Files that are not valid Python are skipped.
+    A module is the job's own if it is in the job's package, or is not installed. `also`: additional files to start
+    from. Files that are not valid Python are skipped.
     """
-    roots, package = [*map(Path, module.folders)], module.package
+    search = _Search(module)
     waiting, seen = [Path(os.path.abspath(module.path)), *map(Path, also)], set[Path]()
     while waiting:
         path = waiting.pop(0)
@@ -273,12 +301,12 @@ def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path,
             continue
         seen.add(path)
         try:
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(read_source(path))
         except (OSError, SyntaxError, ValueError):
             continue
-        imports = list(_imported(tree, path, roots))  # before the yield: the caller may change the tree
+        imports = search.imported(tree, path)  # before the yield: the caller may change the tree
         yield path, tree
-        waiting += (file for file in imports if _is_of_job(file, package))
+        waiting += imports
 
 
 def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict[str, dict[str, str]]:
@@ -291,23 +319,12 @@ def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict
     path, package = Path(os.path.abspath(module.path)), module.package
     digests = {}
     for file, tree in sources(module, (file for file in imported if _is_of_job(file, package))):
-        inside = next((folder for folder in module.folders if file.is_relative_to(folder)), None)
+        inside = next(
+            (folder for folder in (*module.folders, *sys.path) if folder and file.is_relative_to(folder)), None
+        )
         name = JOB_FILE if file == path else str(file.relative_to(inside) if inside is not None else file)
         digests[name] = _digests(tree, function if file == path else None)
     return digests
-
-
-def is_installed(path: str | Path) -> bool:
-    """Check whether a file belongs to Python, shoal or an installed package."""
-    return str(path).startswith(_installed())
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    """Return folder prefixes with a trailing slash, since comparing strings is fast for thousands of modules."""
-    known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    folders = [_PACKAGE, *(path for folder in known for path in (Path(folder), Path(folder).resolve()))]
-    return tuple({f"{folder}{os.sep}": None for folder in folders})
 
 
 def _is_of_job(path: Path | str, package: Path | None) -> bool:
@@ -369,37 +386,50 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that a module imports from the roots, including packages on the way."""
-    if (path.parent / _INIT).is_file():
-        yield path.parent / _INIT
-    for node in _nodes(tree, _STATEMENTS):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _first_of(roots, alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            within = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else roots
-            parts = (node.module or "").split(".") if node.module else []
-            for alias in node.names:
-                yield from _first_of(within, [*parts, alias.name])
+class _Search:
+    """The files that imports of the job's own modules lead to, without executing them."""
 
+    def __init__(self, module: JobModule) -> None:
+        self._package = module.package
+        self._folders = [folder for folder in dict.fromkeys((*module.folders, *sys.path)) if folder]
+        self._known: dict[tuple[str, tuple[str, ...]], importlib.machinery.ModuleSpec | None] = {}
 
-def _first_of(roots: Sequence[Path], parts: Sequence[str]) -> list[Path]:
-    """Return the files of a dotted name in the first folder that has its first part."""
-    return next((files for files in (_files(root, parts) for root in roots) if files), [])
+    def imported(self, tree: ast.Module, path: Path) -> list[Path]:
+        """Return the own files that a module imports, including packages on the way."""
+        files = [path.parent / _INIT] if (path.parent / _INIT).is_file() else []
+        for node in _nodes(tree, _STATEMENTS):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    files += self._files(alias.name.split("."), self._folders)
+            elif isinstance(node, ast.ImportFrom) and node.level <= len(path.parents):
+                within = self._parts_of(path.parents[node.level - 1]) if node.level else self._folders
+                for alias in node.names:
+                    files += self._files([*(node.module or "").split("."), alias.name], within)
+        return files
 
+    def _parts_of(self, folder: Path) -> list[str]:
+        """Return a package's folder, and the other folders of a namespace package."""
+        root = next((root for root in self._folders if folder.is_relative_to(root)), None)
+        if root is None or (folder / _INIT).is_file():
+            return [str(folder)]
+        return [str(folder), *(str(Path(other, folder.relative_to(root))) for other in self._folders)]
 
-def _files(folder: Path, parts: Sequence[str]) -> list[Path]:
-    files: list[Path] = []
-    for part in parts:
-        file, folder = folder / f"{part}.py", folder / part
-        if (folder / _INIT).is_file():
-            files.append(folder / _INIT)
-        elif file.is_file():
-            return [*files, file]
-        elif not folder.is_dir():
-            break
-    return files
+    def _files(self, parts: Sequence[str], places: list[str]) -> list[Path]:
+        """Return the own files of a dotted name."""
+        files: list[Path] = []
+        for number, part in enumerate(parts):
+            if not part:
+                continue
+            key = part, tuple(places)
+            if key not in self._known:
+                self._known[key] = _spec(parts[: number + 1], places)
+            spec = self._known[key]
+            path, places = _place(spec), list((spec and spec.submodule_search_locations) or ())
+            if path is not None and _is_of_job(path, self._package):
+                files.append(path)
+            if not any(_is_of_job(Path(place, part), self._package) for place in places):
+                break
+        return files
 
 
 _MOST_FILES = 256

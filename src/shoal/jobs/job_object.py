@@ -21,8 +21,9 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from shoal.errors import CommandError, JobError
+from shoal.installed import is_installed
 from shoal.jobs.job import Job
-from shoal.jobs.job_module import FREE, JOB_FILE, LENGTHS, JobModule, code, digest_of, is_installed
+from shoal.jobs.job_module import FREE, JOB_FILE, LENGTHS, JobModule, code, digest_of
 from shoal.plans.grains import FEW_GRAINS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

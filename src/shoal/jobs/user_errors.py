@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import os
 import re
-import site
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import text_of
+from shoal.installed import is_installed
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # as frames name it: the import may lead over links
 _TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the user's code that is in no file
-_LIBRARIES = (
-    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
-    *site.getsitepackages(),  # with --system-site-packages, also those below the virtual environment
-)
 
 
 def place_of(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback, as ` at FILE:LINE in FUNCTION`, or ""."""
-    foreign = (_OWN, *_LIBRARIES, "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def _is_users(file: str) -> bool:
+    return file.startswith(_TYPED_IN) or not (file.startswith((_OWN, "<")) or is_installed(file))
 
 
 def raised_by_library(error: BaseException) -> bool:
     """Check whether the innermost line of the traceback is in a library."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return is_installed(file) and not file.startswith(_OWN)
 
 
 def raised_in_derivative(error: BaseException) -> bool:

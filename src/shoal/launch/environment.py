@@ -14,6 +14,7 @@ RUN_KEY = "SHOAL_RUN_KEY"  # a secret with which processes prove to each other t
 LOCK_FD = "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher
 INSIDE = "SHOAL_INSIDE_RUN"  # set while this process runs a job's code, as the only rank or to inspect the job
 REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher passes to a worker
+DIRECTORY_FILE = "SHOAL_DIRECTORY_FILE"  # the file to which a worker writes the run directory that it has claimed
 ENGINE = "SHOAL_ENGINE"  # the engine on which shoal's own launcher started this rank, as NAME or NAME:JOB
 RESTARTS = "SHOAL_RESTARTS"  # how many times shoal's own launcher has restarted all ranks
 OWN_GPU = "SHOAL_OWN_GPU"  # set if a rank sees only its own GPU

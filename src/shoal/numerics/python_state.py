@@ -16,9 +16,7 @@ import functools
 import itertools
 import operator
 import random
-import site
 import sys
-import sysconfig
 import threading
 import types
 import warnings
@@ -30,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.installed import is_installed
+
 # Containers of more items are compared by length. Arrays of more bytes are data and are not compared. Tensors of more
 # bytes are copied only when an operator is about to write them. All references of an attribute share one item limit.
 _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
@@ -37,10 +37,6 @@ _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
 _MOST_BYTES_IN_ALL, _MOST_DEPTH = 64 << 20, 32
 # Attributes of a module that belong to torch; recurrent layers also list their parameters.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
-_LIBRARIES = (
-    *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
-    *site.getsitepackages(),  # with --system-site-packages, also those below the virtual environment
-)
 ATOMS: tuple[type, ...] = (
     type(None),
     bool,
@@ -435,7 +431,7 @@ def _is_users(kind: Any) -> bool:
     module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
     where = getattr(module, "__file__", None)
     package = str(getattr(module, "__name__", "")).partition(".")[0]
-    return where is None or (not where.startswith(_LIBRARIES) and package != "shoal")
+    return where is None or (not is_installed(where) and package != "shoal")
 
 
 class _View(MutableMapping[str, Any]):

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ import torch
 from shoal.checkpoint.keeper import RunState
 from shoal.distributed.process_setup import versions
 from shoal.errors import JobMismatchError, RunDirectoryError
+from shoal.installed import is_installed
 from shoal.jobs.differences import ABSENT, changed, differences
 from shoal.jobs.job import Epochs, Progress, Samples, Steps
 from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
@@ -135,9 +135,7 @@ _MAY_CHANGE = (
 )
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
 _MOST_COMPARED = 1000  # number of steps of a schedule, or entries of a list, to compare
-# Depth to which values in modules are compared, and folders of modules that are not the job's own.
-_DEPTH = 4
-_PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Path(__file__).parents[2]})
+_DEPTH = 4  # to which values in modules are compared
 
 
 def accepted_changes(
@@ -242,7 +240,7 @@ def _left_behind() -> list[Any]:
     values: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     for name, module in sorted(sys.modules.items()):
         place = getattr(module, "__file__", None)
-        if place and not any(folder in Path(place).parents for folder in _PACKAGES):
+        if place and not is_installed(place):
             values.append((name, _plain(module, _DEPTH)))
     return values
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
 from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
-from shoal.cli.run.submit import RunEnd, started_on_host, submitted
+from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submitted
 from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, visible_gpus
@@ -30,7 +30,6 @@ from shoal.launch.supervise.fork_server import ForkServer
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.plans import Plan
-from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
@@ -272,7 +271,8 @@ def run(options: RunOptions) -> int:
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
-        return _train(request, environment, Signals(impatient=False))
+        # A program that a launcher has started leaves the directory to its ranks.
+        return _train(request, environment, Signals(impatient=False), unprepared=not request.where.generation)
     with guarded_files(options.private), at_address(options) as options:
         options = with_plan(options, environment)
         limits = range_of(options)
@@ -317,13 +317,7 @@ def run(options: RunOptions) -> int:
             return _run_here(request)
         if environment.num_to_start:
             return started_on_host(options, request, environment)
-        world_size = environment.world_size
-        request = request.with_devices(world_size, Origin.OPTION)
-        if environment.single_host:
-            request = request.with_own_sums()
-        left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
-        source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
-        refuse(other_world(request.what.plan, World(world_size, source)))
+        request = joined_request(request, environment)
         signals = Signals(impatient=not has_launcher(os.environ))
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from shoal.cli.options import RunOptions
 from shoal.errors import ExitCode, LaunchError, ShoalError
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import cores
-from shoal.launch.environment import INSIDE, LAUNCHER_PID, Environment
+from shoal.launch.environment import DIRECTORY_FILE, INSIDE, LAUNCHER_PID, REQUEST_FILE, Environment
 from shoal.launch.environments.torchrun import TORCHRUN
 from shoal.launch.launchers.base import Submission, launcher
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd
@@ -24,7 +25,7 @@ from shoal.launch.supervise.recovery import Recovery, verdict
 from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin, arguments_of
-from shoal.runs.request import RunRequest, devices_here
+from shoal.runs.request import RunRequest, devices_here, dumped
 
 # Options of this call that the ranks' command does not get.
 _OWN = ("on", "dry_run", "max_restarts", "verify")
@@ -128,6 +129,17 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
     return ended.code
 
 
+def joined_request(request: RunRequest, environment: Environment) -> RunRequest:
+    """Return the request of a rank that a launcher has started. Raises: PlanError for another number of processes."""
+    size = environment.world_size
+    request = request.with_devices(size, Origin.OPTION)
+    if environment.single_host:
+        request = request.with_own_sums()
+    left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
+    refuse(other_world(request.what.plan, World(size, f"WORLD_SIZE={size}{left_over if size == 1 else ''}")))
+    return request
+
+
 _LOOK_SECONDS = 0.3
 
 
@@ -153,8 +165,8 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
 
     environment = TORCHRUN.read(os.environ)
     assert environment is not None, "RANK is set"
-    rank, port = EngineRank(), [0]
-    try:
+    port = [0]
+    with contextlib.closing(EngineRank()) as rank:
         if environment.rank == 0:
             port = [rank.listen(environment.address)]
         dist.broadcast_object_list(port, src=0)
@@ -163,17 +175,40 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
         variables = replace(environment, port=port[0], engine="ray").variables()
         logs = str(request.where.out / "logs") if environment.rank else ""
         rank.start(RankCommand(words, os.getcwd(), variables, logs))
-        handed_on = 0
-        while True:
-            look = rank.look(_LOOK_SECONDS)
-            if environment.rank == 0 and look.text:
-                print(look.text, end="", flush=True)
-            if look.code is not None:
-                break
-            if len(signals.received) > handed_on:
-                handed_on = len(signals.received)
-                rank.tell(signal.SIGKILL if signals.twice else signals.received[0])
-        end = RankEnd(environment.rank, os.uname().nodename, look)
-        return RunEnd(*verdict([end.ended()], signals), tuple(signals.received))
-    finally:
-        rank.close()
+        return _followed(rank, environment, signals)
+
+
+def trained_as_rank(
+    request: RunRequest, environment: Environment, folder: Path, signals: Signals
+) -> tuple[RunRequest, RunEnd]:
+    """Train as the rank of a program that a launcher has started once for each rank, and show rank 0's output.
+
+    The rank is a separate process, whose bits do not depend on what the program did before. `folder`: for its request.
+    Returns the request with the run directory that the ranks have claimed.
+    """
+    words, known = ("run", request.what.job.target), folder / "directory"
+    (folder / "request.json").write_text(dumped(request), encoding="utf-8")
+    variables = {REQUEST_FILE: str(folder / "request.json"), DIRECTORY_FILE: str(known)}
+    with contextlib.closing(EngineRank()) as rank:
+        logs = str(folder / "logs") if environment.rank else ""
+        rank.start(RankCommand(words, os.getcwd(), environment.variables() | variables, logs))
+        ended = _followed(rank, environment, signals)
+    if known.is_file():
+        request = replace(request, where=replace(request.where, out=Path(known.read_text(encoding="utf-8"))))
+    return request, ended
+
+
+def _followed(rank: EngineRank, environment: Environment, signals: Signals) -> RunEnd:
+    """Wait for a rank's end, hand signals on to it, and show rank 0's output."""
+    handed_on = 0
+    while True:
+        look = rank.look(_LOOK_SECONDS)
+        if environment.rank == 0 and look.text:
+            print(look.text, end="", flush=True)
+        if look.code is not None:
+            break
+        if len(signals.received) > handed_on:
+            handed_on = len(signals.received)
+            rank.tell(signal.SIGKILL if signals.twice else signals.received[0])
+    end = RankEnd(environment.rank, os.uname().nodename, look)
+    return RunEnd(*verdict([end.ended()], signals), tuple(signals.received))

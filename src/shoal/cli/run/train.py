@@ -40,7 +40,7 @@ from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
-from shoal.launch.environment import REPORT_FILE, Environment
+from shoal.launch.environment import DIRECTORY_FILE, REPORT_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
@@ -132,6 +132,8 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     if request.where.address is None:  # else each process has its own working copy
                         request = replace(request, where=replace(request.where, out=out))
                         directory = RunDirectory(out)
+                        if DIRECTORY_FILE in os.environ:
+                            Path(os.environ[DIRECTORY_FILE]).write_text(str(out), encoding="utf-8")
                     if mesh.rank == 0:
                         stack.callback(withdraw, out)
                     generation = decided_by_rank_0(mesh, int, lambda: request.begun().where.generation)
