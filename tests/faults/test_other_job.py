@@ -86,10 +86,10 @@ def test_a_resume_with_other_code(changes: dict[str, str], place: str, tmp_path:
     begun(folder, out)
     path = written(folder, **changes)
     refused = resumed(path, out).fails(2)
-    assert f"another {place}" in refused.stderr
+    assert f"other code in {place}" in refused.stderr
     assert "--accept-changes" in refused.stderr
     accepted = resumed(path, out, "--accept-changes").expect(0)
-    assert f"the job was changed, as accepted: another {place}" in accepted.stdout
+    assert f"the job was changed, as accepted: other code in {place}" in accepted.stdout
     assert (accepted.result["resumed_from"], accepted.result["steps"]) == (4, 6)
     resumed(path, out).expect(0)  # it is the run's own now
 

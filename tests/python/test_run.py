@@ -176,9 +176,9 @@ def test_another_job_is_not_resumed(tmp_path: Path) -> None:
     changed = SCRIPT.replace("model(batch[0])", "2 * model(batch[0])")
     body = 'shoal.run(own, resume=True, out="out", steps=4)'
     ended = done(tmp_path, body, 1, head=changed)
-    assert "shoal.errors.JobMismatchError: another the job file: loss;" in ended.stderr
+    assert "shoal.errors.JobMismatchError: other code in the job file: loss;" in ended.stderr
     ended = done(tmp_path, 'shoal.run(own, resume=True, out="out", steps=4)', 1, head=SCRIPT.replace("203,", "204,"))
-    assert "another the job file: own: SAMPLES" in ended.stderr
+    assert "other code in the job file: own: SAMPLES" in ended.stderr
     done(tmp_path, 'shoal.run(own, resume=True, out="out", steps=4, accept_changes=True)', head=changed)
 
 
@@ -307,10 +307,21 @@ def test_a_script_without_its_guard(command: list[str], tmp_path: Path) -> None:
     assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
 
 
-def test_under_a_launcher(tmp_path: Path) -> None:
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = done(tmp_path, "shoal.run(own)", 1, environment=launched)
-    assert "LaunchError: shoal.run under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr
+def test_under_torchrun(undisturbed: Ended, tmp_path: Path) -> None:
+    """Each process of the program has its main block, and starts one rank, of a job that no file has."""
+    body = """
+    run = shoal.run(own(), exact=True, workers=1)
+    print(json.dumps([str(run.out), run.result["world_size"], run.result["weights_sha256"]]))
+    """
+    (tmp_path / "runs" / "trains").mkdir(parents=True)
+    (tmp_path / "runs" / "trains" / "job.json").write_text("{}")  # of an earlier run: the ranks take the next number
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(script(tmp_path, body))]
+    with start_command(command, tmp_path / "run", PATHS, cwd=tmp_path) as started:
+        ended = started.wait().expect(0)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert [json.loads(line) for line in lines] == [["runs/trains-2", 2, undisturbed.result["weights_sha256"]]] * 2
+    assert ended.stdout.count("step 16/16") == 1
 
 
 @pytest.mark.slow

@@ -127,8 +127,9 @@ def run(
     Raises: the errors of the command; LaunchError inside a rank.
     """
     given = dict(locals())
-    launched = None if is_worker(os.environ) else detected(os.environ)
-    if launched is None or launched.num_to_start or on != "local" or {INSIDE, LAUNCHER_PID} & os.environ.keys():
+    is_own = is_worker(os.environ) or INSIDE in os.environ or LAUNCHER_PID in os.environ
+    launched = None if is_own or on != "local" else detected(os.environ)
+    if launched is None or launched.num_to_start:
         launched = None
         if not is_worker(os.environ):
             refuse_rank(os.environ, "shoal.run")

@@ -246,7 +246,11 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
         paths = [path for folder in folders for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern)]
         stems = {path.parent.name if path.parent not in folders else path.stem for path in paths}
         near = [".".join([*parts[:-1], name]) for name in sorted(stems) if name.isidentifier()]
-    what = "a module with a job function, as package.module" if dotted else "a Python file that has a job function"
+    what = (
+        "a module, as package.module, whose package is there, installed or on PYTHONPATH"
+        if dotted
+        else "a Python file that has a job function"
+    )
     return JobFileError(
         given=text, conflict=conflict, remedy=f"give {what}{nearest(text if dotted else path.name, near)}{go_on}"
     )
@@ -396,7 +400,7 @@ class _Search:
 
     def imported(self, tree: ast.Module, path: Path) -> list[Path]:
         """Return the own files that a module imports, including packages on the way."""
-        files = [path.parent / _INIT] if (path.parent / _INIT).is_file() else []
+        files = [path.parent / _INIT]  # if there is one
         for node in _nodes(tree, _STATEMENTS):
             if isinstance(node, ast.Import):
                 for alias in node.names:

@@ -143,14 +143,16 @@ def test_refused(name: str, job: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("inside", [{"SHOAL_INSIDE_RUN": "1"}, {"RANK": "1", "WORLD_SIZE": "2"}])
-def test_a_rank_starts_no_ranks(inside: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("inside", "on"), [({"SHOAL_INSIDE_RUN": "1"}, "local"), ({"RANK": "1", "WORLD_SIZE": "2"}, "slurm")]
+)
+def test_a_rank_starts_no_ranks(inside: dict[str, str], on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", **inside}.items():
         monkeypatch.setenv(name, text)
     if "RANK" not in inside:
         monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(LaunchError, match=r"shoal\.run"):
-        shoal.run(returned)
+        shoal.run(returned, on=on)
 
 
 def test_numbers_are_whole() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,13 @@ FILES = {
     "common_things.py": "def net():\n    return 4\n",
     "alone.py": JOB.format(imports="from common_things import net"),
     "alone.v2.py": JOB.format(imports="from common_things import net"),
+    "src/laid_out/__init__.py": "",
+    "src/laid_out/jobs.py": JOB.format(imports="from .nets import net"),
+    "src/laid_out/nets.py": "def net():\n    return 5\n",
+    "portion_1/spread/jobs.py": JOB.format(imports="from .there.nets import net\nfrom . import beside_it, there"),
+    "portion_1/spread/beside_it.py": "",
+    "portion_2/spread/there/nets.py": "def net():\n    return 6\n",
+    "portion_2/spread/unused.py": "",
     "in_no_package/deep.py": JOB.format(imports="from common_things import net"),
 }
 
@@ -138,6 +146,54 @@ def test_a_module_is_the_jobs_wherever_it_is_imported(project: Path) -> None:
     for name in names:
         (project / name).write_text("", encoding="utf-8")
     assert code(JobModule.of_file(Path("parted.py")), "job").keys() == {"the job file", *names}
+
+
+@pytest.mark.parametrize(
+    ("target", "folders", "result", "files"),
+    [
+        ("laid_out.jobs:job", (), 5, {"laid_out/__init__.py", "laid_out/nets.py"}),
+        ("src/laid_out/jobs.py", (), 5, {"laid_out/__init__.py", "laid_out/nets.py"}),
+        ("spread.jobs", ("portion_1", "portion_2"), 6, {"spread/beside_it.py", "portion_2/spread/there/nets.py"}),
+        ("zipped.jobs", ("archive.zip",), 7, {"zipped/__init__.py", "zipped/nets.py"}),
+    ],
+)
+def test_layouts_of_packages(
+    target: str, folders: tuple[str, ...], result: int, files: set[str], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders named src, namespace packages in two places, and archives; each with the change of an imported module."""
+
+    def archive(number: int) -> None:
+        with zipfile.ZipFile(project / "archive.zip", "w") as opened:
+            opened.writestr("zipped/__init__.py", "")
+            opened.writestr("zipped/jobs.py", JOB.format(imports="from .nets import net"))
+            opened.writestr("zipped/nets.py", f"def net():\n    return {number}\n")
+
+    archive(7)
+    for folder in folders:
+        monkeypatch.syspath_prepend(str(project / folder))
+    request = parse_target(target, ())
+    assert request.least_grains == 8
+    loaded = load(request)
+    assert (loaded.job.model(), loaded.module) == (
+        result,
+        target.partition(":")[0].replace("src/laid_out/jobs.py", "laid_out.jobs"),
+    )
+    assert loaded.code.keys() == {"the job file", *files}
+    nets = next(file for file in files if file.endswith("nets.py"))
+    if "zipped" in target:
+        archive(8)
+    else:
+        (project / (f"src/{nets}" if "laid_out" in nets else nets)).write_text(
+            "def net():\n    return 8\n", encoding="utf-8"
+        )
+    assert changed(loaded.code, code(request.module, "job")) == [f"{nets}: net"]
+
+
+def test_an_archive_is_no_job() -> None:
+    with zipfile.ZipFile("archive.zip", "w") as opened:
+        opened.writestr("zipped/jobs.py", "")
+    with pytest.raises(JobFileError, match=r"write PYTHONPATH=archive\.zip shoal run PACKAGE\.MODULE"):
+        parse_target("archive.zip", ())
 
 
 @pytest.mark.parametrize("target", ["jobs_of.train.ona", "jobs_of.trane.one", "no_such", "jobs_of.train.one.job"])

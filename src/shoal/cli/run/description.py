@@ -148,10 +148,19 @@ def accepted_changes(
     Raises: JobMismatchError for differences, unless `accepted`.
     """
     now = json.loads(json.dumps(now))
+    if saved.get("by_value", now["by_value"]) != now["by_value"] and not accepted:
+        ways = f"the job function of {now['file']}, by name", f"a job object of {saved['file']}, by shoal.run"
+        raise JobMismatchError(
+            given=f"--resume with {ways[0] if saved['by_value'] else ways[1]}",
+            conflict=f"the run has begun with {ways[1] if saved['by_value'] else ways[0]}: their code and settings are "
+            "recorded in different forms, which cannot be compared",
+            remedy="resume in the way in which the run began; add --accept-changes to go on without a comparison; or "
+            "start anew with another --out",
+        )
     given, previous, free = [], [], []
     for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
         if name == "code":
-            given += [f"another {place}" for place in changed(saved[name], now[name])]
+            given += [f"other code in {place}" for place in changed(saved[name], now[name])]
         elif name == "files":  # a file in only one of the two may be a cache
             both = sorted(saved[name].keys() & now[name].keys())
             given += [f"another {file}, which the job reads" for file in both if saved[name][file] != now[name][file]]

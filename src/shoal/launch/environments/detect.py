@@ -104,12 +104,12 @@ def restarts(variables: Mapping[str, str]) -> int:
 
 def refuse_rank(variables: Mapping[str, str], call: str) -> None:
     """Raise LaunchError if a process that starts ranks is itself a rank or a launcher's process."""
-    launched = detected(variables)
+    own = INSIDE in variables or LAUNCHER_PID in variables
+    launched = None if own else detected(variables)  # while a job is loaded, some variables of its rank are hidden
     if launched is not None and launched.num_to_start and launched.num_hosts == 1:
         launched = None  # a pod that starts its own ranks, which this process does
-    if launched is None and INSIDE not in variables:
+    if launched is None and not own:
         return
-    own = INSIDE in variables or LAUNCHER_PID in variables
     which = "" if launched is None else f" (RANK={launched.rank}, WORLD_SIZE={launched.world_size})"
     raise LaunchError(
         given=f"{call} inside of a running job{which}" if own else f"{call} under a launcher{which}",

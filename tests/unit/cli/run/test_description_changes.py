@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.run.description import fields_changed
+from shoal.cli.run.description import accepted_changes, fields_changed
+from shoal.errors import JobMismatchError
 from shoal.jobs.differences import changed
 from shoal.jobs.job_file import JobRequest, load
 from shoal.jobs.job_module import JobModule, code
@@ -58,3 +59,15 @@ def test_patience_in_the_file_is_a_length(old: str, new: str, same: bool, tmp_pa
         (tmp_path / "own.py").write_text(text)
         found.append(code(JobModule.of_file(tmp_path / "own.py"), "job"))
     assert (changed(*found) == []) is same
+
+
+def test_a_job_object_is_not_compared_with_a_function_of_a_file() -> None:
+    """Their settings and digests are recorded in different forms."""
+    saved = {"file": "train.py", "by_value": True, "code": {"the job file": {"loss": "1"}}}
+    now = {"file": "train.py", "by_value": False, "code": {"the job file": {"loss": "2"}}}
+    with pytest.raises(JobMismatchError, match=r"a job object of train\.py") as caught:
+        accepted_changes(saved, now, None, accepted=False)
+    assert "the job function of train.py, by name" in caught.value.given
+    assert accepted_changes(saved, now, None, accepted=True) == [
+        "the job was changed, as accepted: other code in the job file: loss"
+    ]

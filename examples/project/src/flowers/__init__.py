@@ -1,0 +1,1 @@
+"""A model of flowers, its data and its training."""

@@ -1,0 +1,36 @@
+"""The template of a project, as a user copies it: by path, by name, its own test, and a resume over changed modules."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launching import EXAMPLES, Run, run, start_command
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return shutil.copytree(EXAMPLES / "project", tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_by_path_by_name_and_with_other_code(project: Path) -> None:
+    targets = {"by-path": ("src/flowers/train.py", 1), "by-name": ("flowers.train:job", 2)}
+    wanted = {
+        name: Run(target, project / name, devices, True, settings={"epochs": 1}, cwd=project)
+        for name, (target, devices) in targets.items()
+    }
+    hashes = [run(one).expect(0).result["weights_sha256"] for one in wanted.values()]
+    assert hashes[0] == hashes[1]
+    (project / "src" / "flowers" / "unused.py").write_text("VALUE = 1\n", encoding="utf-8")
+    nets = project / "src" / "flowers" / "nets.py"
+    nets.write_text(nets.read_text(encoding="utf-8").replace("ReLU", "GELU"), encoding="utf-8")
+    resumed = Run("flowers.train", project / "by-path", 2, arguments=("--resume",), cwd=project)
+    assert run(resumed).fails(2).message.given == "other code in flowers/nets.py: net"
+
+
+def test_its_own_test(project: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    with start_command(command, project / "run", cwd=project, fresh=True) as started:
+        assert "1 passed" in started.wait().expect(0).stdout
