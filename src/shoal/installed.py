@@ -1,4 +1,4 @@
-"""Installed code: which files belong to Python, shoal or an installed package, and which to the user."""
+"""Separation of installed code from the user's: files of Python, of shoal and of packages."""
 
 from __future__ import annotations
 
