@@ -19,7 +19,7 @@ from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, 
 from shoal.hardware.detect import file_text
 from shoal.jobs.secret_settings import HIDDEN, is_hidden
 from shoal.jobs.settings import setting_text, source_of
-from shoal.report.quantities import seconds, short
+from shoal.report.quantities import seconds, short, size
 from shoal.runs.attempts import read_attempts
 from shoal.runs.collection import RunEntry, check_removable, entry_of, is_listed, remove, runs_below
 from shoal.runs.directory import SESSION, RunDirectory, read_json
@@ -49,7 +49,7 @@ _TEXTS: dict[str, Callable[[RunEntry], str]] = {
     "loss": lambda one: short(one.loss),
     "best": lambda one: f"{one.best[0]} {short(one.best[1])}" if one.best else "-",
     "time": lambda one: seconds(one.seconds),
-    "size": lambda one: _bytes(one.size),
+    "size": lambda one: size(one.size),
 }
 _MOST_SETTINGS, _SETTING_WIDTH = 3, 12  # settings that differ between runs and have a column
 
@@ -140,7 +140,7 @@ def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
     else:
         print("\n".join(table(entries, terminal_width())))
         total = sum(one.size for one in entries)
-        print(f"{len(entries)} run{'s' if len(entries) > 1 else ''}, {_bytes(total)}")
+        print(f"{len(entries)} run{'s' if len(entries) > 1 else ''}, {size(total)}")
     return ExitCode.DONE
 
 
@@ -419,9 +419,9 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
         check_removable(Path(one.path))
     if not options.json:
         for one in entries:
-            print(folded(f"{one.path}  {one.state}, step {one.steps}, {_bytes(one.size)}", 2))
+            print(folded(f"{one.path}  {one.state}, step {one.steps}, {size(one.size)}", 2))
     if entries and not options.yes:
-        total = _bytes(sum(one.size for one in entries))
+        total = size(sum(one.size for one in entries))
         question = f"delete {len(entries)} run{'s' if len(entries) > 1 else ''}, {total}? [y/N] "
         if not sys.stdin.isatty():
             given = "shoal runs without a terminal"
@@ -456,15 +456,6 @@ def _equal(setting: Any, text: str) -> bool:
         return float(setting) == float(text)
     except (TypeError, ValueError):
         return str(setting) == text
-
-
-def _bytes(value: float) -> str:
-    """Return bytes with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def _refusal(given: str, conflict: str, remedy: str) -> CommandError:

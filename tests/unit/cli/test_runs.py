@@ -111,7 +111,7 @@ def test_deleted_with_the_size(folder: Path, capsys: pytest.CaptureFixture[str])
     assert main(["runs", "delete", "lr-bad", "lr-0", "--yes"]) == 0
     text = capsys.readouterr().out
     assert "runs/lr-bad  failed, step " in text
-    assert " kB" in text
+    assert " KiB" in text
     assert "deleted 2 runs" in text
     assert len(list(folder.iterdir())) == 8
 
