@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,17 @@ def test_by_path_by_name_and_with_other_code(project: Path) -> None:
     nets.write_text(nets.read_text(encoding="utf-8").replace("ReLU", "GELU"), encoding="utf-8")
     resumed = Run("flowers.train", project / "by-path", 2, arguments=("--resume",), cwd=project)
     assert run(resumed).fails(2).message.given == "other code in flowers/nets.py: net"
+
+
+def test_a_module_that_python_loads_before_shoal(project: Path) -> None:
+    (project / "sitecustomize.py").write_text("import patches\n", encoding="utf-8")
+    (project / "patches.py").write_text("VALUE = 1\n", encoding="utf-8")
+    path = os.pathsep.join(filter(None, (str(project), os.environ.get("PYTHONPATH"))))
+    first = Run("src/flowers/train.py", project / "run", cwd=project, environment={"PYTHONPATH": path}, fresh=True)
+    run(first).expect(0)
+    (project / "patches.py").write_text("VALUE = 2\n", encoding="utf-8")
+    resumed = run(replace(first, arguments=("--resume",)))
+    assert resumed.fails(2).message.given == "other code in patches.py: (other lines)"
 
 
 def test_its_own_test(project: Path) -> None:

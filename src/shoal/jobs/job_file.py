@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from shoal.jobs.job_module import (
     files_read,
     imported_from,
     located,
-    newest_module,
     read_source,
     sources,
     split_target,
@@ -177,7 +175,6 @@ def load(request: JobRequest) -> LoadedJob:
     Raises: JobFileError, SettingError, JobError.
     """
     name, handed = request.function or "job", request.handed
-    newest = newest_module() if handed is None and request.module.name not in sys.modules else None
     hidden = {variable: os.environ.pop(variable) for variable in _OF_DEVICES if variable in os.environ}
     try:
         with files_read() as files:
@@ -190,7 +187,7 @@ def load(request: JobRequest) -> LoadedJob:
         digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
         return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
     module = request.module
-    digests = code(module, name, imported_from(module.folders, newest))
+    digests = code(module, name, imported_from(module.folders))
     return LoadedJob(job, name, settings, file_sha256(request.path), digests, module.name, tuple(files))
 
 

@@ -12,7 +12,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import io
-import itertools
 import os
 import sys
 import types
@@ -256,23 +255,13 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
     )
 
 
-def newest_module() -> str | None:
-    """Return the name of the module that this process imported last; None if the process is not the command `shoal`.
-
-    The command imports nothing of a job before it loads the job.
-    """
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return next(reversed(sys.modules)) if spec is not None and spec.name == "shoal.__main__" else None
-
-
-def imported_from(folders: Iterable[str], newest: str | None = None) -> list[str]:
+def imported_from(folders: Iterable[str]) -> list[str]:
     """Return the files of modules that this process has imported from these folders or their subfolders.
 
-    `newest`: only modules that were imported after this one. In a forked rank, a look at all modules takes 20 ms.
+    Modules from before the job was loaded count too: `sitecustomize` may have imported some.
     """
     starts = tuple(os.path.join(folder, "") for folder in folders)
-    names = [*itertools.takewhile(lambda name: name != newest, reversed(sys.modules))]
-    files = (_file_of(sys.modules[name]) for name in reversed(names))
+    files = (_file_of(module) for module in list(sys.modules.values()))
     return [file for file in files if file is not None and file.startswith(starts)]
 
 
