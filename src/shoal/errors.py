@@ -81,13 +81,23 @@ def _rebuild(kind: type[ShoalError], given: str, conflict: str, remedy: str) -> 
     return kind(given=given, conflict=conflict, remedy=remedy)
 
 
+# A command at the end of a line, with variables before it.
+_COMMAND = re.compile(
+    r"(?:(?<= )|^)(?:[A-Z_]+=\S+ )*"
+    r"shoal (?:run|plan|verify|doctor|bench|runs|watch|report|resize|evaluate|predict|export) (?:(?![,;)] ).)+$"
+)
+
+
 def terminal_width() -> int:
     """Return the columns of the terminal, or 80 without one."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def folded(text: str, indent: int | None = None) -> str:
-    """Break a text between words where it is wider than the terminal. A path, an address or a name stays whole.
+    """Break a text between words where it is wider than the terminal.
+
+    A path, an address or a name stays whole, and so does a command at a line's end, which users copy.
+
 
     `indent`: blanks before the lines that follow. Default: they align with the text after a label and two blanks, else
         two more than the line has itself.
@@ -99,8 +109,10 @@ def folded(text: str, indent: int | None = None) -> str:
         later = " " * (own if indent is None else indent)
         line = later + line if number and indent is not None else line
         while len(line) > width:
-            end = line.rfind(" ", len(later) + 1, width + 1)
-            end = line.find(" ", width) if end < 0 else end
+            command = _COMMAND.search(line)
+            whole = command.start() if command else len(line)
+            end = line.rfind(" ", len(later) + 1, min(width + 1, whole))
+            end = line.find(" ", width, whole) if end < 0 else end
             if end < 0:
                 break
             lines.append(line[:end].rstrip())
