@@ -17,7 +17,8 @@ from shoal.hardware import cluster as find_cluster
 from shoal.jobs.configured_job import PREFIX, configured_job
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load, parse_target
-from shoal.jobs.settings import written
+from shoal.jobs.secret_settings import command_without_secrets
+from shoal.jobs.settings import setting_text, written
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question, with_chosen_format
 from shoal.planner.answer.display import Answer, console_of_width, show
@@ -99,7 +100,8 @@ def plan(options: PlanOptions) -> ExitCode:
     answer = answered(options)
     trained = "JOBFILE" if str(options.job).startswith(PREFIX) else shlex.quote(str(options.job))
     words = ["shoal run", trained, *(f"--config {shlex.quote(path)}" for path in options.config)]
-    words += [f"--set {shlex.quote(one if isinstance(one, str) else written(*one))}" for one in options.set]
+    texts = [one if isinstance(one, str) else f"{one[0]}={setting_text(*one)}" for one in options.set]
+    words += [f"--set {shlex.quote(text)}" for text in command_without_secrets(texts)]
     is_default = all(getattr(options, name) == getattr(PlanOptions, name) for name in ("cluster", "aim", "max_devices"))
     if options.output:
         words += [f"--plan {shlex.quote(options.output)}"]

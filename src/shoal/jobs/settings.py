@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import JobFileError, SettingError, nearest
+from shoal.jobs.secret_settings import without_secrets
 
 # A setting: text from the command line, or {"value": JSON} from Python, which keeps the type. Values of configuration
 # files also have {"from": FILE}.
@@ -93,11 +95,12 @@ def source_of(setting: object) -> str | None:
 
 
 def written(name: str, setting: Setting) -> str:
-    """Return a setting in the form in which the user gave it."""
+    """Return a setting in the form in which the user gave it, without secrets."""
+    value = without_secrets({name: setting if isinstance(setting, str) else setting["value"]})[name]
     if isinstance(setting, str):
-        return f"--set {name}={setting}"
+        return f"--set {name}={value}"
     source = source_of(setting)
-    return f"{name}={setting['value']!r}" + (f" in {source}" if source else "")
+    return f"{name}={value!r}" + (f" in {source}" if source else "")
 
 
 def setting_text(name: str, setting: Setting) -> str:
@@ -272,8 +275,12 @@ class _Place:
         values = {key: one.result() for key, one in self.keys.items()}
         values = {key: value for key, value in values.items() if value is not _EMPTY}
         kind: Any = _class_of(self.wanted, self.value)
-        if kind in (list, tuple):
-            return kind(values.values())
+        if isinstance(self.value, list | tuple):
+            return kind(*values.values()) if hasattr(kind, "_fields") else kind(values.values())
+        if isinstance(self.value, dict) and type(self.value) is not dict:  # such as a defaultdict
+            whole = copy.copy(self.value)
+            whole.update(values)
+            return whole
         needed = list(self.keys) if _is_dataclass(kind) else getattr(kind, "__required_keys__", ())
         missing = [f"{self.name}.{key}" if self.name else key for key in needed if key not in values]
         if missing:
@@ -468,6 +475,7 @@ def _misfit(name: str, wanted: Any, value: Any, error: ValidationError) -> str:
     """Return why a value does not fit a type."""
     first = error.errors(include_url=False)[0]
     kind, bare = first["type"], _without_none(wanted)
+    value = without_secrets({name: value})[name]
     if kind == "missing":
         return f"{name} has no default"
     if kind.endswith(("_parsing", "_type", "_from_float", "_size")) and bare in _PHRASES:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import pytest
 from pydantic import BaseModel, Field
@@ -37,6 +38,11 @@ class Model:
 class Checked(BaseModel):
     rate: Annotated[float, Field(gt=0)] = 0.5
     parts: list[Optimizer] = []
+
+
+class Secretive(BaseModel):
+    password: Annotated[str, Field(max_length=4)] = "abc"
+    size: int = 2
 
 
 class Typed(TypedDict):
@@ -191,6 +197,30 @@ def test_secrets_at_any_depth_are_hidden_and_given_again() -> None:
     assert "abc" not in " ".join(command_without_secrets(["--set", 'db={"password": "abc"}', "--db.password=abc"]))
     with pytest.raises(SettingError, match=r"give it again: --set all=\.\.\. --set inline=\.\.\. --set tokenizer"):
         with_settings_of(JobRequest(Path("f.py"), settings=(("db.password", "x"),)), {"given": given}, all_known=True)
+
+
+class Point(NamedTuple):
+    x: int = 1
+    y: float = 2.0
+
+
+def test_a_container_keeps_its_class() -> None:
+    def job(point: Point = Point(), counts: dict = defaultdict(int, a=1)) -> None: ...  # type: ignore[type-arg]  # noqa: B006, B008
+
+    bound = values(texts("point.0=4", "counts.a=3"), job)
+    assert (bound["point"], bound["counts"]) == (Point(4, 2.0), {"a": 3})
+    assert isinstance(bound["point"], Point)
+    assert bound["counts"]["b"] == 0
+
+
+def test_messages_have_no_secrets() -> None:
+    def job(db: Secretive = Secretive()) -> None: ...  # noqa: B008
+
+    for given in (texts("db.password=abcdefgh"), texts("db.password=abcdefgh", "db.size=x")):
+        with pytest.raises(SettingError) as caught:
+            bind(job, given, "f.py:job")
+        assert "abcdefgh" not in str(caught.value)
+        assert "db.password" in str(caught.value)
 
 
 def test_settings_of_omegaconf() -> None:
