@@ -168,12 +168,13 @@ def accepted_changes(
             sets = ((own, saved[name].get(own) or [], read) for own, read in now[name].items())
             given += [f"other samples in {own}" for own, old, new in sets if old[: len(new)] != new[: len(old)]]
         elif name == "settings":
+            other = differences(now[name], _as_recorded_now(saved[name], now[name]))
             texts = [
                 f"{one.name}: {'none' if one.theirs is ABSENT else one.theirs} -> "
                 f"{'none' if one.mine is ABSENT else one.mine}{_origin(one.name, now)}"
-                for one in differences(now[name], saved[name])
+                for one in other
             ]
-            if any(is_hidden(one.mine) or is_hidden(one.theirs) for one in differences(now[name], saved[name])):
+            if any(is_hidden(one.mine) or is_hidden(one.theirs) for one in other):
                 texts.append("(values of secrets are not recorded: give them again with --set)")
             if fields_changed == []:
                 free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
@@ -195,6 +196,17 @@ def accepted_changes(
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
         "another --out",
     )
+
+
+def _as_recorded_now(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run. Equal values that older versions recorded as text are in their present form."""
+    values = {name: value for name, value in saved.items() if name in now or value != "<class 'inspect._empty'>"}
+    for name, value in values.items():
+        if isinstance(value, str) and isinstance(now.get(name), dict):  # a dataclass or a pydantic model
+            parts = [f"{key}={inner!r}" for key, inner in now[name].items()]
+            if value.endswith(f"({', '.join(parts)})") or value == " ".join(parts):
+                values[name] = now[name]
+    return values
 
 
 def _origin(name: str, now: dict[str, Any]) -> str:

@@ -71,3 +71,18 @@ def test_a_job_object_is_not_compared_with_a_function_of_a_file() -> None:
     assert accepted_changes(saved, now, None, accepted=True) == [
         "the job was changed, as accepted: other code in the job file: loss"
     ]
+
+
+def test_settings_as_older_versions_recorded_them() -> None:
+    """They recorded a dataclass and a pydantic model as text, and `**settings` as a parameter without a default."""
+    saved = {
+        "model": "Net(width=8, name='a')",
+        "data": "root='x' size=3",
+        "others": "<class 'inspect._empty'>",
+    }
+    now = {"model": {"width": 8, "name": "a"}, "data": {"root": "x", "size": 3}}
+    document = {"file": "train.py", "by_value": False}
+    before, after = document | {"settings": saved}, document | {"settings": now}
+    assert accepted_changes(before, after, None, accepted=False) == []
+    with pytest.raises(JobMismatchError, match="the setting model:"):
+        accepted_changes(before, document | {"settings": now | {"model": {"width": 9}}}, None, accepted=False)
