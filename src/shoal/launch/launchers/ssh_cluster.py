@@ -57,6 +57,7 @@ def ask_hosts(options: str) -> HostsCluster:
             if version != __version__:
                 has = f"it has shoal {version}, where the command has {__version__}"
                 errors.append(LaunchError(given=f"host {host}", conflict=has, remedy="give every host one version"))
+                continue
             known[host] = checked(Cluster, table, f"host {host}")
             speeds.append(gigabits)
     finally:

@@ -64,6 +64,9 @@ def test_hosts_that_cannot_be_planned_for(folder: Path) -> None:
     add(folder, "a", cluster("8xH100"), None)
     add(folder, "other", cluster("2xcpu"), None)
     add(folder, "old", cluster("8xH100"), None, version="0.0")
+    (folder / "older").write_text('["0.0", {"written": "otherwise"}, null]\n', encoding="utf-8")
+    with pytest.raises(LaunchError, match=r"it has shoal 0\.0"):
+        ask_hosts("a,older")
     with pytest.raises(HardwareError, match="other: 2 cpu"):
         ask_hosts("a,other")
     with pytest.raises(LaunchError, match=r"it has shoal 0\.0"):
