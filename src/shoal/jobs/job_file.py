@@ -125,9 +125,8 @@ def parse_target(
         name = name.strip()
         previous = dict(pairs).get(name, value)
         if previous != value:
-            raise SettingError(
-                given=f"{written(name, previous)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
-            )
+            both = f"{written(name, previous)} {written(name, value)}"
+            raise SettingError(given=both, conflict=f"{name} is set twice", remedy="write one")
         pairs.append((name, value))
     dotted = module.name if module.name != JobModule.of_file(module.path).name else None
     return with_config(JobRequest(module.path, function, tuple(pairs), dotted=dotted), config)

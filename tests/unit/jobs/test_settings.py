@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from shoal.errors import CommandError, JobFileError, SettingError
 from shoal.jobs.config_file import read_config
-from shoal.jobs.job_file import JobRequest, with_config, with_settings_of
+from shoal.jobs.job_file import JobRequest, parse_target, with_config, with_settings_of
 from shoal.jobs.secret_settings import command_without_secrets, is_hidden, without_secrets
 from shoal.jobs.settings import Setting, bind, layered, setting_text, settings_from
 
@@ -221,6 +221,9 @@ def test_messages_have_no_secrets() -> None:
             bind(job, given, "f.py:job")
         assert "abcdefgh" not in str(caught.value)
         assert "db.password" in str(caught.value)
+    with pytest.raises(SettingError, match="token is set twice") as caught:
+        parse_target(__file__, ["token=abcdefgh", "token=ijklmnop"])
+    assert not any(secret in str(caught.value) for secret in ("abcdefgh", "ijklmnop"))
 
 
 def test_settings_of_omegaconf() -> None:
