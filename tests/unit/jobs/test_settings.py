@@ -220,7 +220,7 @@ def test_messages_have_no_secrets() -> None:
         with pytest.raises(SettingError) as caught:
             bind(job, given, "f.py:job")
         assert "abcdefgh" not in str(caught.value)
-        assert "db.password" in str(caught.value)
+        assert "db." in caught.value.given
     with pytest.raises(SettingError, match="token is set twice") as caught:
         parse_target(__file__, ["token=abcdefgh", "token=ijklmnop"])
     assert not any(secret in str(caught.value) for secret in ("abcdefgh", "ijklmnop"))
