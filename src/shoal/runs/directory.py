@@ -456,7 +456,7 @@ class Fence:
             place.mkdir(exist_ok=True)
             if after is not None:
                 after.check()
-            fence = cls(folder, newest(folder) + 1)
+            fence = cls(folder, max(newest(folder), _newest_attempt(folder)) + 1)
             said = {"generation": fence.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
             said |= {"gpus": gpus} if resizable else {}
             said |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
@@ -563,6 +563,19 @@ def newest(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return max((int(name) for name in os.listdir(folder / FOLDER) if name.isdecimal()), default=0)
     return 0
+
+
+def _newest_attempt(folder: Path) -> int:
+    """Return the newest generation in `attempts.jsonl`, or 0 if there is none.
+
+    The working copy of an address has no files of generations. Records of a lower generation would not count.
+    """
+    generations = []
+    with contextlib.suppress(OSError), RunDirectory(folder).attempts.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                generations.append(int(json.loads(line)["generation"]))
+    return max(generations, default=0)
 
 
 def about(folder: Path, generation: int) -> dict[str, Any]:

@@ -208,7 +208,8 @@ def parsed(line: str | bytes) -> StepRecord | TrainedAgain:
 class CountedRecords:
     """Records that count, in order of training, from the lines of `records.jsonl`.
 
-    A late line of an earlier generation, whose process was paused, does not count.
+    A late line of an earlier generation, whose process was paused, does not count. If it was written before the first
+    line of the next generation, the next generation's record of that step replaces it.
     """
 
     def __init__(self) -> None:
@@ -219,12 +220,13 @@ class CountedRecords:
         """Add the next line."""
         if line.generation < self._generation:
             return
+        first = line.first if isinstance(line, StepRecord) else line.after + 1
+        if isinstance(line, TrainedAgain) or line.generation > self._generation:
+            while self.records and self.records[-1].step >= first:
+                self.records.pop()
         self._generation = line.generation
         if isinstance(line, StepRecord):
             self.records.append(line)
-            return
-        while self.records and self.records[-1].step > line.after:
-            self.records.pop()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,25 @@ import torch
 from shoal.checkpoint.store import NewestMark, Snapshot, Store
 from shoal.errors import FencedError
 from shoal.runs.directory import FOLDER, Fence, claim, newest, withdraw
+from shoal.runs.records import StepRecord, read_steps
+from shoal.training.observe.step_records import RecordWriter
 
+RECORD = StepRecord(
+    step=1,
+    epoch=0,
+    samples=8,
+    num_samples=8,
+    loss=0.5,
+    weight=8.0,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    loss_scale=None,
+    seconds=1.0,
+    spans={},
+    ranks={},
+    memory_bytes=1,
+    digest="",
+)
 SNAPSHOT = Snapshot(4, {"model": {"w": torch.ones(2)}}, {"tensors": {}})
 
 
@@ -31,6 +50,19 @@ def test_each_start_is_a_generation_and_fences_the_one_before(tmp_path: Path) ->
     assert not (tmp_path / "events.jsonl").exists()
     about = json.loads((tmp_path / FOLDER / "000002").read_text())
     assert (about["world_size"], about["reason"]) == (3, "lost ranks")
+
+
+def test_a_working_copy_of_an_address_goes_on_with_the_numbers_of_earlier_generations(tmp_path: Path) -> None:
+    """It has the lines of earlier generations, and not their files. A lower number's records would not count."""
+    record = replace(RECORD, step=4)
+    (tmp_path / "records.jsonl").write_text(f"{record.to_line(3)}\n")
+    lines = [json.dumps({"kind": "began", "generation": number}) for number in (1, 3, 2)]
+    (tmp_path / "attempts.jsonl").write_text("\n".join([*lines, "[]", '{"kind": "beg']))
+    fence = Fence.next(tmp_path, 2, "resumed")
+    assert fence.generation == 4
+    with contextlib.closing(RecordWriter(tmp_path / "records.jsonl", fence=fence)) as writer:
+        writer.write(replace(record, step=5))
+    assert [one.step for one in read_steps(tmp_path / "records.jsonl")] == [4, 5]
 
 
 def test_a_launcher_that_was_replaced_begins_no_other(tmp_path: Path) -> None:

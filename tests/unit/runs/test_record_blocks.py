@@ -147,6 +147,7 @@ def test_checkpoints_and_stops_end_a_block(tmp_path: Path) -> None:
             assert [one.step for one in read_steps(path)][-2:] == [29, 30]  # nothing before the checkpoint can be lost
         if record.step == 31:
             writer.saves(32)  # a checkpoint of a step whose record waits for the evaluation after it
+            assert [one.step for one in read_steps(path)][-1] == 31
     writer.close()
     assert [(one.first, one.step) for one in read_steps(path)][WHOLE:] == [
         (21, 29),
@@ -214,6 +215,18 @@ def test_a_late_line_of_an_earlier_generation_does_not_count(tmp_path: Path) -> 
         (6, 3),
     ]
     assert [one.step for one in last_records(path, after=4)] == [5, 6]
+
+
+def test_steps_that_a_paused_process_writes_before_the_next_generation_count_once(tmp_path: Path) -> None:
+    """The next generation read the file at step 4, found nothing to train again, and writes no mark."""
+    run = RunFolder(tmp_path / "run")
+    run.steps(9)
+    path = tmp_path / "records.jsonl"
+    lines = [record.to_line(2) for record in run.records[:7]]
+    lines += [run.records[4].to_line(3), run.records[7].to_line(2), run.records[5].to_line(3)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    steps = [(step, 2 if step < 5 else 3) for step in range(1, 7)]
+    assert [(one.step, one.generation) for one in read_steps(path)] == steps
 
 
 def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:

@@ -261,10 +261,13 @@ class RecordWriter:
             self._next, self._refused = time.monotonic() + _TOGETHER_SECONDS, False
 
     def saves(self, step: int) -> None:
-        """Write the steps up to `step`, whose checkpoint is about to be written. The open block ends with that step."""
+        """Write the steps up to `step`, whose checkpoint is about to be written.
+
+        The open block ends before that step, which has a record of its own, now or when it is known.
+        """
         self._saved = step
-        if self._block and self._block[-1].step >= step:
-            self._end_block(apart=True)
+        if self._block:
+            self._end_block(apart=self._block[-1].step >= step)
         self.flush()
 
     def forget_after(self, step: int) -> None:

@@ -25,16 +25,18 @@ def refuse_too_large(
     if plan.shards_model or plan.serves:
         return
     own = [p for p in parameters if not p.is_meta]
-    state, division = optimizer_shape(optimizer), strategy.update_division
-    weights = division.own_bytes(sum(p.nbytes for p in own))
+    state = optimizer_shape(optimizer)
+    weights = strategy.update_division.own_bytes(sum(p.nbytes for p in own))
     gradients = sum(p.nbytes for p in own if p.requires_grad)
-    updated = sum(p.nbytes for p in own if p.requires_grad and division.updates(p))
-    states = updated * state.tensors if state is not None else 0
+    # An average over the owners: one with a large parameter has more, and the others then have less.
+    states = gradients * state.tensors // plan.num_owners if state is not None else 0
     if device.type == "cuda":
         limit, whose = torch.cuda.get_device_properties(device).total_memory, "this GPU"
     else:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        limit, whose = usable_memory_bytes() // ranks, f"a rank's share of this host, of {ranks},"
+        # Stages differ in their parameters, so that a rank may need more than an even share of the host.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.layout.pipeline == 1 else 1
+        limit = usable_memory_bytes() // ranks
+        whose = f"a rank's share of this host, of {ranks}," if ranks > 1 else "this host"
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY and soft < limit:
             limit, whose = soft, "a process (ulimit -v)"

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def check(monkeypatch: pytest.MonkeyPatch, megabytes: float, plan: Plan, kind: Any = torch.optim.Adam) -> None:
     monkeypatch.setattr(memory_check, "usable_memory_bytes", lambda: int(megabytes * 1e6))
-    division = SimpleNamespace(own_bytes=lambda num_bytes: num_bytes, updates=lambda parameter: True)
+    division = SimpleNamespace(own_bytes=lambda num_bytes: num_bytes)
     strategy: Any = SimpleNamespace(update_division=division)
     refuse_too_large(plan, strategy, Parameters(MODEL), kind(MODEL.parameters(), lr=0.1), CPU)
 
@@ -41,3 +41,15 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(OutOfMemoryError, match="a rank's share of this host, of 2"):
         check(monkeypatch, 31.0, Plan().with_sections(layout={"data": 2}))
     check(monkeypatch, 31.0, Plan().with_sections(layout={"shard": 2}))
+
+
+def test_ranks_need_no_even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage with most of the model, and the owner of its only parameter, take what the other ranks leave."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check(monkeypatch, 17.0, Plan().with_sections(layout={"pipeline": 2}))
+    with pytest.raises(OutOfMemoryError):
+        check(monkeypatch, 15.0, Plan().with_sections(layout={"pipeline": 2}))
+    divided = Plan().with_sections(layout={"shard": 2}, shard={"level": "optimizer"})
+    check(monkeypatch, 25.0, divided)  # 12 MB a rank: weights, gradients, and half of the states
+    with pytest.raises(OutOfMemoryError):
+        check(monkeypatch, 23.0, divided)
