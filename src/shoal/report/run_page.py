@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from markupsafe import Markup
 
 from shoal.errors import ShoalError
+from shoal.jobs.differences import flat
 from shoal.plans.plan import Plan, described, layout_name
 from shoal.report.account import Account
 from shoal.report.curves import Chart, time_chart, training_charts
@@ -308,17 +308,6 @@ def _settings(account: Account) -> Part:
         ("Job", Table(["setting", "value"], job)),
     ]
     return Part("settings", "Versions and settings", tables=[t for t in tables if t[1].rows], folded=True)
-
-
-def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return dotted names and values from a nested table."""
-    rows: list[tuple[str, Any]] = []
-    for name, value in document.items():
-        if isinstance(value, Mapping) and value:
-            rows += flat(value, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", value))
-    return rows
 
 
 def notebook_view(account: Account) -> Markup:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.jobs.differences import flat
 from shoal.report.account import Account, number, numbers, section
 from shoal.report.curves import (
     BUCKETS,
@@ -20,7 +21,7 @@ from shoal.report.curves import (
 )
 from shoal.report.html import Table
 from shoal.report.quantities import dollars, rate, seconds, share, short
-from shoal.report.run_page import Part, ReportPage, flat, layout_of
+from shoal.report.run_page import Part, ReportPage, layout_of
 from shoal.runs.records import StepRecord
 
 _BEYOND = 4  # the planner's curve is drawn up to this multiple of the largest run's devices

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
-from shoal.planner.answer.front import WIDTH, Rows, batch, front, length, several, similar, text_of
+from shoal.planner.answer.front import WIDTH, Rows, batch, front, length, similar, text_of
 from shoal.planner.answer.outlook import (
     GRAPH,
     STORAGE_BYTES_PER_SECOND,
@@ -32,7 +32,7 @@ from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Reject
 from shoal.planner.search.space import Illegal
 from shoal.plans.plan import Plan, described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
-from shoal.report.quantities import dollars, rate, seconds
+from shoal.report.quantities import dollars, rate, seconds, several
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 

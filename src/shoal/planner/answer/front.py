@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.planner.predict.workload import ErrorBar, error_bar, likeness
 from shoal.planner.search.search import GIB, Candidate, gib
 from shoal.plans.plan import layout_name
-from shoal.report.quantities import dollars, rate, seconds
+from shoal.report.quantities import dollars, rate, seconds, several
 
 if TYPE_CHECKING:
     from shoal.planner.answer.display import SearchResult
@@ -20,11 +20,6 @@ _NAMES = 10  # columns of these lines' names
 _DATE = re.compile(r"(?:[A-Z][a-z]+ )?20\d\d(?:-\d\d-\d\d)?")
 # A step that waits for launches for more than this share of its time resembles no published step.
 _LAUNCHING = 0.5
-
-
-def several(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 device, 2 devices."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def quantity(value: float) -> str:
