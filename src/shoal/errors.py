@@ -81,9 +81,9 @@ def _rebuild(kind: type[ShoalError], given: str, conflict: str, remedy: str) -> 
     return kind(given=given, conflict=conflict, remedy=remedy)
 
 
-# A command at the end of a line, with variables before it.
+# A command from a colon, or a line's begin, to its end, with variables before it.
 _COMMAND = re.compile(
-    r"(?:(?<= )|^)(?:[A-Z_]+=\S+ )*"
+    r"(?:(?<=: )|^ *)(?:[A-Z_]+=\S+ )*"
     r"shoal (?:run|plan|verify|doctor|bench|runs|watch|report|resize|evaluate|predict|export) (?:(?![,;)] ).)+$"
 )
 

@@ -99,6 +99,10 @@ def test_a_message_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a\n\nb", "a\n\nb"),
         ("x" * 50 + " y", "x" * 50 + "\n  y"),
         ("resume: shoal run a.py --out runs/a --resume", "resume:\n  shoal run a.py --out runs/a --resume"),
+        (
+            "note  shoal plan counts with numbers of this host",
+            "note  shoal plan counts with numbers of\n      this host",
+        ),
         ("or shoal run a.py --out runs/a, and then another", "or shoal run a.py --out runs/a, and then\n  another"),
         ("shoal run a.py --resume --out runs/another-one", "shoal run a.py --resume --out runs/another-one"),
         ("A=1 B=2 shoal run a.py --resume --out runs/one", "A=1 B=2 shoal run a.py --resume --out runs/one"),
