@@ -33,6 +33,24 @@ from shoal.launch.supervise.recovery import MOST, Recovery
 from shoal.planner.answer.outlook import Failures, daly, share_left
 from shoal.runs.attempts import Events, mtbf_seconds
 from shoal.runs.directory import Fence, RunDirectory
+from shoal.runs.records import StepRecord
+
+_RECORD = StepRecord(
+    step=0,
+    epoch=0,
+    samples=0,
+    num_samples=0,
+    loss=None,
+    weight=None,
+    grad_norm=None,
+    learning_rate=0.0,
+    loss_scale=None,
+    seconds=0.0,
+    spans={},
+    ranks={},
+    memory_bytes=0,
+    digest="",
+)
 
 DAY = 86400.0
 LLAMA_MTBF_SECONDS = 54 * DAY / 419
@@ -146,7 +164,7 @@ class Simulation:
 
     def _write(self) -> None:
         """What the supervisor reads after a loss: the last record, and the newest checkpoint."""
-        self.directory.records.write_text(json.dumps({"step": self.step}) + "\n", encoding="utf-8")
+        self.directory.records.write_text(replace(_RECORD, step=self.step).to_line() + "\n", encoding="utf-8")
         if self._saved_at is not None:
             self.directory.saved.write_text(json.dumps({"step": self.saved}), encoding="utf-8")
             os.utime(self.directory.saved, (self._saved_at, self._saved_at))

@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -328,7 +329,8 @@ def _done(arguments: list[str]) -> int:
         elif kind == "-c":
             sys.argv[:] = ["-c", *rest[1:]]
             sys.path.insert(0, "")
-            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")  # whose code is not this file's
+            exec(compile(rest[0], "<string>", "exec"), vars(main))
         else:
             sys.argv[:] = arguments
             sys.path.insert(0, str(Path(kind).resolve().parent))

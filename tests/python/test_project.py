@@ -1,4 +1,4 @@
-"""The template of a project, as a user copies it: by path, by name, its own test, and a resume over changed modules."""
+"""The template of a project, as a user copies it: by path, by name, its own test, and a resume over a changed configuration and module."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_by_path_by_name_and_with_other_code(project: Path) -> None:
-    targets = {"by-path": ("src/flowers/train.py", 1), "by-name": ("flowers.train:job", 2)}
-    wanted = {
-        name: Run(target, project / name, devices, True, settings={"epochs": 1}, cwd=project)
-        for name, (target, devices) in targets.items()
-    }
-    hashes = [run(one).expect(0).result["weights_sha256"] for one in wanted.values()]
+    by_path = Run("src/flowers/train.py", project / "by-path", 1, True, settings={"epochs": 1}, cwd=project)
+    config = ("--config", "configs/small.yaml")
+    by_name = Run("flowers.train:job", project / "by-name", 2, True, arguments=config, cwd=project)
+    hashes = [run(one).expect(0).result["weights_sha256"] for one in (by_path, by_name)]
     assert hashes[0] == hashes[1]
+    (project / "configs" / "small.yaml").write_text("epochs: 1\nlr: 0.3\n", encoding="utf-8")
+    resumed = Run("flowers.train", project / "by-name", 2, arguments=("--resume", *config), cwd=project)
+    assert "lr: 0.1 -> 0.3, from configs/small.yaml" in run(resumed).fails(2).message.given
     (project / "src" / "flowers" / "unused.py").write_text("VALUE = 1\n", encoding="utf-8")
     nets = project / "src" / "flowers" / "nets.py"
     nets.write_text(nets.read_text(encoding="utf-8").replace("ReLU", "GELU"), encoding="utf-8")

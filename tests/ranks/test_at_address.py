@@ -100,7 +100,7 @@ def test_verified(tmp_path: Path) -> None:
     with start_command(command, tmp_path, cwd=tmp_path) as started:
         said = started.wait().expect(0).stdout
     assert f"written            {at}/certificate.json" in said
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["certificate.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["certificate.json", "source"]
 
 
 def test_a_watch_that_is_asked_to_end_leaves_no_copy(ended: Ended, tmp_path: Path) -> None:

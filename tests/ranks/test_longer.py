@@ -36,7 +36,7 @@ def test_three_epochs_and_three_more_are_six(processes: tuple[int, int], tmp_pat
     ended = first.expect(0).result
     assert ended["status"] == "completed"
     longer = run(trained(first.out, after, "--resume", epochs=6)).expect(0)
-    assert "settings: epochs = 6, was 3; of the job they change nothing but how long" in longer.stdout
+    assert "settings: epochs: 3 -> 6; of the job they change nothing but how long" in longer.stdout
     assert "length: 3 epochs (12 steps), 6 epochs (24 steps) from here on" in longer.stdout
     assert "learning rate of step 13: 0.1; there is no schedule" in longer.stdout
     assert whole.expect(0).result["weights_sha256"] == longer.result["weights_sha256"] != ended["weights_sha256"]
@@ -74,7 +74,7 @@ def test_another_default_in_the_file(tmp_path: Path) -> None:
     assert run(call).expect(0).stdout.count("loaded") == 1
     file.write_text(file.read_text().replace("epochs: int = 1", "epochs: int = 2"))
     longer = run(call).expect(0)
-    assert "settings: epochs = 2, was 1; of the job they change nothing but how long" in longer.stdout
+    assert "settings: epochs: 1 -> 2; of the job they change nothing but how long" in longer.stdout
     assert longer.result["steps"] == 8
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.launching import start_command
 from tests.usual import needs_zero23
 
+from shoal.runs.records import read_steps
+
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 STOPPED = ["stopped-data", "stopped-one-copy", pytest.param("stopped-zero3", marks=needs_zero23())]
 RUNS = ["finished", *STOPPED]
@@ -31,14 +33,23 @@ def formats(tmp_path: Path) -> Path:
 
 def metrics(run: Path) -> dict[str, float]:
     """What the run's last evaluation gave."""
-    last: dict[str, dict[str, float]] = json.loads((run / "records.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    return last["metrics"]
+    metrics = list(read_steps(run / "records.jsonl"))[-1].metrics
+    assert metrics is not None
+    return metrics
+
+
+def losses(run: Path) -> dict[int, float | None]:
+    """The loss of each step."""
+    return {record.step: record.loss for record in read_steps(run / "records.jsonl")}
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_a_stopped_run_goes_on_to_the_finished_ones_metrics(formats: Path, name: str) -> None:
+def test_a_stopped_run_goes_on_as_the_finished_one(formats: Path, name: str) -> None:
+    """The gradient of the bias before the batch norm is rounding alone, which Adam makes steps of: they cancel in a
+    step of the training, but not in the evaluation's loss, whose running mean lags. It depends on the processor."""
     called(formats, "-m", "shoal", "run", "job.py", "--resume", "--out", name)
-    assert metrics(formats / name) == pytest.approx(metrics(FORMATS / "finished"), rel=1e-4)
+    assert losses(formats / name) == pytest.approx(losses(FORMATS / "finished"), rel=1e-6)
+    assert metrics(formats / name)["accuracy"] == metrics(FORMATS / "finished")["accuracy"]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -94,16 +94,16 @@ def beside(
 
 
 def as_line(compared: Mapping[str, Any]) -> str:
-    """Format a comparison in one line."""
+    """Format a comparison as a sentence, times in milliseconds."""
     step = compared["step_seconds"]
-    parts = ", ".join(
-        f"{part} {values['measured'] * 1e3:.1f} ({values['predicted'] * 1e3:.1f})"
-        for part, values in compared["parts"].items()
-        if values["measured"] is not None
-    )
     whole = f"a step took {step['measured'] * 1e3:.1f} ms, {against(step['measured'], step['predicted'])}"
     whole += f" for {compared['cluster']}, which is not what it ran on" if is_elsewhere(compared) else ""
-    return f"{whole}: {parts}" if parts else whole
+    parts = [
+        f"{part} {values['measured'] * 1e3:.1f} instead of {values['predicted'] * 1e3:.1f}"
+        for part, values in compared["parts"].items()
+        if values["measured"] is not None
+    ]
+    return f"{whole}: {', '.join(parts)}" if parts else whole
 
 
 def is_elsewhere(compared: Mapping[str, Any]) -> bool:

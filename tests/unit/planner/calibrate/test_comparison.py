@@ -30,7 +30,7 @@ def test_the_first_steps_are_left_out() -> None:
     assert found["parts"]["compute"] == {"predicted": 2.5, "measured": 3.0}
     assert found["step_seconds"] == {"predicted": 2.5, "measured": 3.0}
     assert found["peak_bytes"] == {"predicted": 10, "measured": 20}
-    assert "20% longer than the 2500.0 predicted" in as_line(found)
+    assert "20% longer than the 2500.0 predicted: compute 3000.0 instead of 2500.0" in as_line(found)
 
 
 def test_without_spans_the_step_alone_is_compared() -> None:
