@@ -1,4 +1,4 @@
-"""The template of a project, as a user copies it: by path, by name, its own test, and a resume over a changed configuration and module."""
+"""A copy of the project template: by path, by name, its own test, and resumes over another configuration and module."""
 
 from __future__ import annotations
 
