@@ -313,7 +313,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     listed = file_text(folder / FOLDER / PACKAGES) or ""
     packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
     if re.search(r"^torch==\S+\+", listed, re.MULTILINE):
-        packages.append("# this build of torch is in torch's own index: add --extra-index-url, as torch's page says")
+        packages.append("# this build of torch is in torch's own index: add --extra-index-url")
     steps.append(("the packages", packages))
     arguments = command["arguments"]
     if commit.get("commit") and len(arguments) > 2:  # its job may be named from outside of the checkout
