@@ -178,7 +178,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
         ". .venv/bin/activate  # Python 3.11.7",
         f"pip install -r {source}/packages.txt",
         "# mine==1.0 (installed from a local file): install it by hand",
-        "# this build of torch is in torch's own index: add --extra-index-url, as torch's page says",
+        "# this build of torch is in torch's own index: add --extra-index-url",
         "# the run: 2 processes",
         f"shoal run job.py --set 'token=<hidden>' --plan {root}/plan.toml --out runs/lr-1-again",
         "# the same?",
