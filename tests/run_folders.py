@@ -15,6 +15,23 @@ from shoal.runs.attempts import AttemptLog
 from shoal.runs.records import SPANS, RankTimes, RunRecord, Spread, StepRecord
 
 BEGAN = 1_700_000_000.0
+# The record of one step of a process, where a test is about the file and not about the numbers.
+RECORD = StepRecord(
+    step=1,
+    epoch=0,
+    samples=8,
+    num_samples=8,
+    loss=0.5,
+    weight=8.0,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    loss_scale=None,
+    seconds=1.0,
+    spans={},
+    ranks={},
+    memory_bytes=1,
+    digest="",
+)
 # Shares of a step, by span of rank 0.
 _SHARES = (0.04, 0.01, 0.3, 0.4, 0.15, 0.06, 0.0, 0.04)
 VERSIONS = {"shoal": "0.1", "torch": "2.13.0", "python": "3.11.7"}

@@ -9,29 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.run_folders import RECORD
 
 from shoal.checkpoint.store import NewestMark, Snapshot, Store
 from shoal.errors import FencedError
 from shoal.runs.directory import FOLDER, Fence, claim, newest, withdraw
-from shoal.runs.records import StepRecord, read_steps
+from shoal.runs.records import read_steps
 from shoal.training.observe.step_records import RecordWriter
 
-RECORD = StepRecord(
-    step=1,
-    epoch=0,
-    samples=8,
-    num_samples=8,
-    loss=0.5,
-    weight=8.0,
-    grad_norm=1.0,
-    learning_rate=0.1,
-    loss_scale=None,
-    seconds=1.0,
-    spans={},
-    ranks={},
-    memory_bytes=1,
-    digest="",
-)
 SNAPSHOT = Snapshot(4, {"model": {"w": torch.ones(2)}}, {"tensors": {}})
 
 

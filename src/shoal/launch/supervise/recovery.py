@@ -144,7 +144,7 @@ class Recovery:
             pause = self.pause(error, noticed_at) if not signals.received else None
             if error is None or pause is None:
                 return code, error
-            say_note(f"{self.described(error, pause)}")
+            say_note(self.described(error, pause))
             if signals.wait(pause):
                 return int(ExitCode.PREEMPTED), None
 

@@ -7,29 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.run_folders import RECORD
 
 from shoal.errors import PeerError, RankLostError, ShoalError, UserCodeError
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.recovery import Recovery, last_step
 from shoal.runs.directory import RunDirectory
-from shoal.runs.records import StepRecord
-
-RECORD = StepRecord(
-    step=1,
-    epoch=0,
-    samples=8,
-    num_samples=8,
-    loss=0.5,
-    weight=8.0,
-    grad_norm=1.0,
-    learning_rate=0.1,
-    loss_scale=None,
-    seconds=1.0,
-    spans={},
-    ranks={},
-    memory_bytes=1,
-    digest="",
-)
 
 
 def lost(rank: int = 1, how: str = "it was killed by SIGKILL") -> RankLostError:

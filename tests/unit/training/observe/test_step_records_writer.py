@@ -7,28 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.run_folders import RECORD
 
 import shoal.training.observe.step_records
 import shoal.training.observer
-from shoal.runs.records import StepRecord, last_records, read_steps
+from shoal.runs.records import last_records, read_steps
 from shoal.training.observe.step_records import RecordWriter
-
-RECORD = StepRecord(
-    step=1,
-    epoch=0,
-    samples=8,
-    num_samples=8,
-    loss=0.5,
-    weight=8.0,
-    grad_norm=1.0,
-    learning_rate=0.1,
-    loss_scale=None,
-    seconds=1.0,
-    spans={},
-    ranks={},
-    memory_bytes=1,
-    digest="",
-)
 
 
 def test_records_are_appended_a_line_each(tmp_path: Path) -> None:
