@@ -68,6 +68,9 @@ def test_a_run_by_a_file(tmp_path: Path) -> None:
     said = shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", code=2)
     assert "--set db.password=..." in said
     shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", "--set", "db.password=abcdefgh")
+    other = ("--set", "db.password=abc", "-o", "other.npz")
+    said = shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", *other, code=2)
+    assert "another value of db.password than the run had" in said
 
     listed = json.loads(shoal(tmp_path, "runs", "--filter", "optimizer.lr=0.5", "--sort=-steps", "--json"))
     assert [one["name"] for one in listed] == ["file", "words"]

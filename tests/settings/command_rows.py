@@ -602,6 +602,7 @@ DOCTOR_OPTIONS: Table = {
     "run: too short": Refuses(doctor(after=PLAIN.with_("--steps", "2")), "fewer than four steps"),
     "--job": Refuses(doctor("--try"), "add --job"),
     "--job: of the machine": Refuses(Call("doctor", ("--job", "job.py"), job=None), "is about a run"),
+    "--set": Refuses(doctor("--set", "lr=0.1"), "no job is given"),
     "--try": Refuses(Call("doctor", ("--try",), job=None), "is about a run"),
     "--hosts": Refuses(Call("doctor", ("--hosts", "one,one"), job=None), "between two hosts or more"),
     "--hosts: of a run": Refuses(doctor("--hosts", "a,b", after=None), "a run is given"),

@@ -133,7 +133,7 @@ COMMANDS = {
         "Examine this machine, or say what a run's time was lost to and what would bring it back.",
         "[RUN] [OPTIONS]",
         {
-            "what is examined": ("run", "job", "hosts", "folder"),
+            "what is examined": ("run", "job", "set", "hosts", "folder"),
             "trial of remedies": ("try_out", "steps"),
             "output": ("json",),
         },

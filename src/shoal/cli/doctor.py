@@ -21,12 +21,19 @@ def doctor(options: DoctorOptions) -> ExitCode:
                 conflict="ports between hosts are of machines, and a run is given",
                 remedy="leave one of them out",
             )
+        if options.set and options.job is None:
+            raise CommandError(
+                given=f"shoal doctor {options.run} --set",
+                conflict="a setting is a parameter of the run's job, and no job is given",
+                remedy="add --job JOBFILE[:FUNCTION]",
+            )
         from shoal.doctor.run_diagnosis import examine  # imports plans, which are not needed for a machine
+        from shoal.jobs.job_file import parse_target
 
-        job, steps = options.job, options.steps
-        examine(options.run, job, try_out=options.try_out, steps=steps, as_json=options.json)
+        job = parse_target(options.job, options.set) if options.job is not None else None
+        examine(options.run, job, try_out=options.try_out, steps=options.steps, as_json=options.json)
         return ExitCode.DONE
-    given = {"--job": options.job, "--try": options.try_out, "--steps": options.steps}
+    given = {"--job": options.job, "--set": options.set, "--try": options.try_out, "--steps": options.steps}
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise CommandError(

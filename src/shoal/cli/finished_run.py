@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
-from shoal.jobs.job_file import JobRequest, called, load, parse_target, with_settings_of
+from shoal.jobs.job_file import JobRequest, called, load, parse_target, refuse_other_secrets, with_settings_of
 from shoal.jobs.job_module import is_path, split_target
 from shoal.jobs.job_object import is_job
 from shoal.jobs.settings import Setting, settings_from
@@ -97,19 +97,23 @@ class Run:
 
     def _job(self) -> Any:
         description = self.job
+        path, function = Path(str(description.get("file"))), description.get("function")
         if isinstance(self._given, str):
             request = replace(parse_target(self._given, ()), settings=self._settings)
-            return load(with_settings_of(request, description, all_known=True)).job
-        path, function = Path(str(description.get("file"))), description.get("function")
-        if is_job(self._given):
+            loaded = load(with_settings_of(request, description, all_known=True))
+            job, settings = loaded.job, loaded.settings
+        elif is_job(self._given):
             request = with_settings_of(JobRequest(path, function, self._settings), description, all_known=True)
-            return called(self._given, request)[0]
-        raise JobFileError(
-            given=f"the model of {self.out}",
-            conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",
-            remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function itself; "
-            "or build the model yourself: run.model(into=MODEL)",
-        )
+            job, settings = called(self._given, request)
+        else:
+            raise JobFileError(
+                given=f"the model of {self.out}",
+                conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",
+                remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function itself; "
+                "or build the model yourself: run.model(into=MODEL)",
+            )
+        refuse_other_secrets(settings, description)
+        return job
 
     def __repr__(self) -> str:
         shown_values = ", ".join(f"{name}={value!r}" for name, value in self._rows())

@@ -349,6 +349,13 @@ class DoctorOptions:
         page="the run's job, a Python file and its function: the planner is asked about it, and `--try` runs it",
         refused="without a run",
     )
+    set: tuple[str | tuple[str, Setting], ...] = option(
+        *_SET_AS_RUN,
+        default=(),
+        action="append",
+        page="as for `shoal run`; others as the run's",
+        refused="without `--job`",
+    )
     try_out: bool = option(
         "run the three best remedies for some steps, beside the run as it is",
         None,

@@ -25,7 +25,7 @@ from shoal.distributed.process_setup import as_rank, prepare_process
 from shoal.errors import CommandError, ExitCode, folded, nearest
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, with_settings_of
+from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, refuse_other_secrets, with_settings_of
 from shoal.jobs.job_object import HandedJob
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
@@ -68,6 +68,7 @@ class WeightsRequest:
         """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
         loaded = load(with_settings_of(self.job, of_run, all_known=True))
+        refuse_other_secrets(loaded.settings, of_run)
         grains = of_run.get("grains")
         if loaded.job.grains is None and grains is not None:
             return replace(loaded, job=replace(loaded.job, grains=grains))  # saves computing the default

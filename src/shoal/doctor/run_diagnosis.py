@@ -17,8 +17,7 @@ from shoal.doctor.read_backs import lost_in, places_of, read_backs
 from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
 from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError, folded
-from shoal.jobs.job_file import load, parse_target
-from shoal.jobs.secret_settings import without_hidden
+from shoal.jobs.job_file import JobRequest, load, refuse_other_secrets, with_settings_of
 from shoal.jobs.settings import setting_text
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep, account_of
@@ -56,11 +55,11 @@ class RunDiagnosis:
             yield self.chosen
 
 
-def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_json: bool) -> None:
+def examine(run: str, job: JobRequest | None, *, try_out: bool, steps: int | None, as_json: bool) -> None:
     """Diagnose a run and print the result, as JSON if `as_json`.
 
     Args:
-        job: the run's job, which the planner loads and the trials run.
+        job: the run's job, which the planner loads and the trials run, with settings that the run's lack or differ in.
         try_out: run the best remedies beside the run as it is, for `steps` steps each.
 
     Raises: RunDirectoryError if there is no run or too few records; CommandError; LaunchError.
@@ -77,13 +76,14 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
                 remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{named}",
             )
         files = reader.read()
+        job = with_settings_of(job, files.job, all_known=True) if job is not None else None
         times, losses = diagnosis(files)
         run_diagnosis = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
         plans = _write_plans(files, run_diagnosis.remedies)
         results: list[TrialResult] = []
         remedies = best_remedies(run_diagnosis.causes, run_diagnosis.chosen)[:_BEST] if try_out else []
-        if remedies:
-            trial = trial_job(str(job), files, times, steps or trial_steps(times, remedies))
+        if job is not None and remedies:
+            trial = trial_job(job, files, times, steps or trial_steps(times, remedies))
             results = tried(trial, remedies, lambda text: print(folded(text), file=sys.stderr, flush=True))
         if as_json:
             print(json.dumps(_document(run, run_diagnosis, plans, results), indent=2))
@@ -117,19 +117,19 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     return times, causes(times, *_traced(files, times))
 
 
-def planned_for(target: str, files: RunFiles, times: RunTimes, losses: tuple[LostTime, ...]) -> RunDiagnosis:
+def planned_for(request: JobRequest, files: RunFiles, times: RunTimes, losses: tuple[LostTime, ...]) -> RunDiagnosis:
     """Return the diagnosis with the planner's predictions. This loads the job but runs no step."""
     from shoal.doctor.planned import base_of, planned_run, with_planner
     from shoal.planner.answer.answer import question  # torch
 
-    request = parse_target(target, _settings(files.job.get("given"))[1::2])
     plan_file = RunDirectory(files.path).plan
     try:
         with inside_run(os.environ):
-            job = load(request).job
+            loaded = load(request)
+        refuse_other_secrets(loaded.settings, files.job)
         plan = read_plan(plan_file) if plan_file.exists() else Plan()
         steps = [MeasuredStep.of(record) for record in steady(files.records)]
-        planned = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
+        planned = planned_run(question(loaded.job, base_of(plan), "here", None).case, plan, steps, times)
         losses = with_planner(losses, planned)
         return RunDiagnosis(times, losses, planned.best(losses))
     except (PlanError, HardwareError, UserCodeError) as error:
@@ -178,10 +178,10 @@ def best_remedies(losses: Sequence[LostTime], chosen: Remedy | None = None) -> l
     return list(named.values())
 
 
-def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
+def trial_job(job: JobRequest, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
     """Return a run's job for a trial, with the run's plan, settings, options and threads."""
     last = files.attempts[-1] if files.attempts else None
-    arguments = _settings(files.job.get("given"))
+    arguments = [word for one in job.settings for word in ("--set", f"{one[0]}={setting_text(*one)}")]
     for option in ("evaluate_every", "checkpoint_every"):
         value = getattr(last, option) if last is not None else None
         if value is not None:
@@ -192,16 +192,8 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
     # A trial has the run's number of threads.
     own_threads = times.threads is not None and times.device == "cpu"
     variables: dict[str, str | None] = {"OMP_NUM_THREADS": str(times.threads)} if own_threads else {}
-    return TrialJob(job, plan, num_steps, tuple(arguments), variables, folder=folder)
-
-
-def _settings(given: Any) -> list[str]:
-    """Return a run's settings as command-line words. Raises: CommandError if a setting cannot be written as a word."""
-    words: list[str] = []
-    for name, setting in without_hidden(given).items() if isinstance(given, dict) else ():
-        is_setting = isinstance(setting, str) or (isinstance(setting, dict) and "value" in setting)
-        words += ["--set", f"{name}={setting_text(name, setting if is_setting else {'value': setting})}"]
-    return words
+    target = f"{job.target}:{job.function}" if job.function else job.target
+    return TrialJob(target, plan, num_steps, tuple(arguments), variables, folder=folder)
 
 
 def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:

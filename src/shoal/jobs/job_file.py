@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.jobs.config_file import ConfigFile, read_config
+from shoal.jobs.differences import differences
 from shoal.jobs.job import Job
 from shoal.jobs.job_module import (
     JobModule,
@@ -161,6 +162,26 @@ def with_settings_of(request: JobRequest, saved: Mapping[str, Any], *, all_known
     others = [(name, setting) for name, setting in own.items() if not source_of(setting)]
     files = request.config or tuple(ConfigFile(**one) for one in saved.get("config") or ())
     return replace(request, settings=layered(from_files, of_run, others), config=files)
+
+
+def refuse_other_secrets(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse secrets that are not those which the run was given, by their digests.
+
+    Args:
+        settings: complete settings, as `load` returns them.
+        saved: job.json of the run.
+
+    Raises: SettingError.
+    """
+    hidden = [name for name, setting in (saved.get("given") or {}).items() if is_hidden(setting)]
+    names = [one.name for one in differences(settings, saved.get("settings") or {}) if is_hidden(one.theirs)]
+    names = [name for name in names if any(is_below(name, one) or is_below(one, name) for one in hidden)]
+    if names:
+        raise SettingError(
+            given=f"another value of {', '.join(names)} than the run had",
+            conflict="a run directory has no secrets but their digests, and the digests differ",
+            remedy=f"give the run's: {' '.join(f'--set {name}=...' for name in names)}, or settings= from Python",
+        )
 
 
 # A job must not depend on the number of devices. With these variables, libraries such as Accelerate (in a

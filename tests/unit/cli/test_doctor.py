@@ -13,8 +13,12 @@ from shoal.cli import doctor as command
 from shoal.cli.doctor import doctor
 from shoal.cli.options import DoctorOptions
 from shoal.doctor.health import HealthCheck, Severity
-from shoal.errors import CommandError, ExitCode
+from shoal.doctor.run_diagnosis import diagnosis, trial_job
+from shoal.errors import CommandError, ExitCode, SettingError
+from shoal.jobs.job_file import parse_target, with_settings_of
+from shoal.jobs.secret_settings import without_secrets
 from shoal.plans.plan import read_plan
+from shoal.runs.run_files import RunReader
 
 pytestmark = pytest.mark.usefixtures("no_other_test")
 
@@ -119,3 +123,25 @@ def test_with_the_job_the_planner_is_asked(
     remedies = {remedy["name"]: remedy for loss in found["causes"] for remedy in loss["remedies"]}
     assert remedies["fewer-devices"]["planned"] > 0.03
     assert remedies["fewer-devices"]["device_time"] < 0.5
+
+
+def test_a_secret_of_the_run_is_asked_for(tmp_path: Path) -> None:
+    path, job = waiting(tmp_path / "run"), tmp_path / "job.py"
+    job.write_text("import shoal\ndef job(api_token: str = 'none'):\n    raise AssertionError(api_token)\n")
+    about = json.loads((path / "job.json").read_text())
+    given = without_secrets({"api_token": "abc"})
+    (path / "job.json").write_text(json.dumps({**about, "given": given, "settings": given}))
+    with pytest.raises(SettingError, match=r"give it again: --set api_token=\.\.\."):
+        doctor(DoctorOptions(run=str(path), job=str(job)))
+    slowed = f"import sys\nsys.path.insert(0, {str(JOBS)!r})\nimport slowed\n\n"
+    job.write_text(f"{slowed}def job(api_token: str = 'none'):\n    return slowed.job()\n")
+    with pytest.raises(SettingError, match="another value of api_token than the run had"):
+        doctor(DoctorOptions(run=str(path), job=str(job), set=("api_token=abd",)))
+    files = RunReader(path).read()
+    request = with_settings_of(parse_target(str(job), ["api_token=abc"]), files.job, all_known=True)
+    assert trial_job(request, files, diagnosis(files)[0], 10).arguments[:2] == ("--set", "api_token=abc")
+
+
+def test_a_setting_needs_the_job(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no job is given"):
+        doctor(DoctorOptions(run=str(tmp_path), set=("lr=1",)))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from shoal.errors import CommandError, JobFileError, SettingError
 from shoal.jobs.config_file import read_config
-from shoal.jobs.job_file import JobRequest, parse_target, with_config, with_settings_of
+from shoal.jobs.job_file import JobRequest, parse_target, refuse_other_secrets, with_config, with_settings_of
 from shoal.jobs.secret_settings import command_without_secrets, is_hidden, without_secrets
 from shoal.jobs.settings import Setting, bind, layered, setting_text, settings_from
 
@@ -197,6 +197,31 @@ def test_secrets_at_any_depth_are_hidden_and_given_again() -> None:
     assert "abc" not in " ".join(command_without_secrets(["--set", 'db={"password": "abc"}', "--db.password=abc"]))
     with pytest.raises(SettingError, match=r"give it again: --set all=\.\.\. --set inline=\.\.\. --set tokenizer"):
         with_settings_of(JobRequest(Path("f.py"), settings=(("db.password", "x"),)), {"given": given}, all_known=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "again", "names"),
+    [
+        ({"db.password": "abc"}, {"db.password": "abc"}, ""),
+        ({"db.password": "abc"}, {"db.password": {"value": "abc", "from": "a.yaml"}}, ""),
+        ({"db.password": "abc", "rate": "1"}, {"db.password": "abd", "rate": "2"}, "another value of db.password than"),
+        ({"all": {"value": [{"api_key": "abc"}]}}, {"all": '[{"api_key": "abd"}]'}, "another value of all than"),
+        ({"rate": "1"}, {"db.password": "abd"}, ""),  # the run had the default, so that nothing is given again
+    ],
+)
+def test_a_secret_that_is_given_again_is_the_one_of_the_run(
+    given: dict[str, Any], again: dict[str, Any], names: str
+) -> None:
+    def job(db: dict[str, str] = {"password": ""}, all: list[Any] = [], rate: float = 1.0) -> None: ...  # noqa: B006
+
+    of_run = {"given": without_secrets(given), "settings": without_secrets(bind(job, given, "job")[1])}
+    now = without_secrets(bind(job, again, "job")[1])
+    if not names:
+        refuse_other_secrets(now, of_run)
+        return
+    with pytest.raises(SettingError, match=names) as refused:
+        refuse_other_secrets(now, of_run)
+    assert "abd" not in str(refused.value)
 
 
 class Point(NamedTuple):

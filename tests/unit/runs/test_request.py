@@ -87,6 +87,23 @@ def test_a_resumed_run_keeps_as_many_checkpoints_as_before(job: str) -> None:
         assert request(job, "--out", out, "--resume", "--keep-checkpoints", "2").course.keep_checkpoints == 2
 
 
+def test_a_resume_says_which_settings_of_a_file_the_run_overrides(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("small.toml").write_text("lr = 0.5\nwidth = 4\n")
+    given = request(job, "--config", "small.toml", "--set", "lr=0.1").what.job
+    config = [{"path": one.path, "sha256": one.sha256} for one in given.config]
+    began(Path("o"), {"given": dict(given.settings), "config": config})
+    resume = (job, "--out", "o", "--resume", "--config", "small.toml")
+    assert dict(request(*resume).what.job.settings)["lr"] == "0.1"
+    assert not capsys.readouterr().err, "the file is as it was"
+    Path("small.toml").write_text("lr = 0.25\nwidth = 5\n")
+    assert dict(request(*resume).what.job.settings)["lr"] == "0.1"
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("note: lr=0.25 in small.toml changes nothing: --set lr=0.1 of the run overrides files; ")
+    assert "width" not in said
+    assert dict(request(*resume, "--set", "lr=0.25").what.job.settings)["lr"] == "0.25"
+    assert not capsys.readouterr().err
+
+
 def test_a_plan_file_says_the_devices(job: str) -> None:
     Path("plan.toml").write_text(plan_text(Plan().with_sections(layout={"data": 4})))
     assert request(job, "--plan", "plan.toml").with_devices(9).what.plan.layout.world_size == 4

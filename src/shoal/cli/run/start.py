@@ -22,6 +22,7 @@ from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import parse_target, with_settings_of
+from shoal.jobs.settings import setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
@@ -415,7 +416,15 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job) if options.resume else None
     if saved:
+        is_other = [one.sha256 for one in job.config] != [one["sha256"] for one in saved.get("config") or ()]
+        of_files = {name: setting for name, setting in job.settings if source_of(setting) and is_other}
         job = with_settings_of(job, saved)
+        for name, setting in job.settings:
+            if name in of_files and setting_text(name, setting) != setting_text(name, of_files[name]):
+                say_note(
+                    f"{written(name, of_files[name])} changes nothing: {written(name, setting)} of the run overrides "
+                    f"files; to change it write --set {name}=VALUE"
+                )
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
