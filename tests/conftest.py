@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is loaded, here and in what is started: a thread that waits for another sleeps. By default it spins, and
 # where processes are more than cores that took nine tenths of the time of small kernels on two threads.
@@ -14,7 +16,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from tests import forks
-from tests.sharing import Shared
+
+if TYPE_CHECKING:
+    from tests.sharing import Shared
 
 # Folders of tests that fork ranks from the process of pytest itself.
 FORKING = ("bugs", "conformance", "ranks")
@@ -63,6 +67,16 @@ class Counts:
             self._reporter.write_line(f"test: {self._done} of {self._total} tests done")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[object]:
+    """Collects without the garbage collector: it would visit each of thousands of tests and modules again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there by now stays: no garbage collection looks at it again, in this process or in one forked from it.
 
@@ -78,5 +92,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """For what is made once in a session."""
+    from tests.sharing import Shared  # not above: it imports shoal, also in the process that only starts workers
+
     own = tmp_path_factory.getbasetemp()
     return Shared((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")

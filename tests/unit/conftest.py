@@ -6,9 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 # The time of a single example says nothing on a shared machine.
@@ -19,6 +17,9 @@ settings.load_profile("unit")
 @pytest.fixture(autouse=True)
 def same_process_afterwards() -> Iterator[None]:
     """Random generators, sys.path and job modules are put back; a leaked environment variable fails the test."""
+    import numpy as np
+    import torch  # not above: pytest's first process would import it too, before it starts its workers
+
     path, modules, variables = list(sys.path), set(sys.modules), dict(os.environ)
     python, legacy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
