@@ -114,7 +114,7 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
 
 # A job object on its way from a program to the ranks that it starts, docs/decisions/0031.
 PICKLES_FOR_ITS_OWN_PROCESSES = {
-    "src/shoal/jobs/job_object.py: imports cloudpickle",
+    "src/shoal/jobs/handed_job.py: imports cloudpickle",
 }
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
-from shoal.jobs.job_file import JobRequest, called, load, parse_target, refuse_other_secrets, with_settings_of
-from shoal.jobs.job_module import is_path, split_target
+from shoal.jobs.job_file import JobRequest, called, is_path, load, parse_target, split_target, with_settings_of
 from shoal.jobs.job_object import is_job
-from shoal.jobs.settings import Setting, settings_from
+from shoal.jobs.settings import Setting, refuse_other_secrets, settings_from
 from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json

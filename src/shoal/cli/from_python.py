@@ -21,9 +21,10 @@ from shoal.cli.run.choose_plan import with_plan
 from shoal.cli.run.start import at_address, claimed, look_aside, requested, trained
 from shoal.cli.run.submit import RunEnd, is_worker, joined_request, submitted, trained_as_rank, trained_in_worker
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError, say_note
+from shoal.jobs.handed_job import hand_over_value
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, called, parameters_of, with_config
-from shoal.jobs.job_object import function_name, hand_over, hand_over_value, is_job, place_of
+from shoal.jobs.job_object import function_name, hand_over, is_job, place_of
 from shoal.jobs.settings import Setting, settings_from, written
 from shoal.launch.environment import INSIDE, LAUNCHER_PID, inside_run
 from shoal.launch.environments.detect import detected, refuse_rank, restarts

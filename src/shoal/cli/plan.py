@@ -21,8 +21,7 @@ from shoal.jobs.secret_settings import command_without_secrets
 from shoal.jobs.settings import setting_text, written
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question, with_chosen_format
-from shoal.planner.answer.display import Answer, console_of_width, show
-from shoal.planner.answer.front import front
+from shoal.planner.answer.display import Answer, console_of_width, front, show
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan

@@ -24,9 +24,10 @@ from shoal.distributed.mesh import Mesh, decided_by_rank_0, open_mesh, together
 from shoal.distributed.process_setup import as_rank, prepare_process
 from shoal.errors import CommandError, ExitCode, folded, nearest
 from shoal.hardware.detect import cores
+from shoal.jobs.handed_job import HandedJob
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, refuse_other_secrets, with_settings_of
-from shoal.jobs.job_object import HandedJob
+from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, with_settings_of
+from shoal.jobs.settings import refuse_other_secrets
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.launch.signals import Signals

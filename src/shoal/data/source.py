@@ -730,6 +730,17 @@ def training_data(job: Job) -> Opened:
     return data
 
 
+def one_grain(job: Job) -> Any:
+    """Return a batch of the first grain's samples to measure sequence lengths, or None for a stream.
+
+    Other samples replace unreadable samples here: the run itself decides later whether to skip them.
+    """
+    source = training_data(job).source
+    if not isinstance(source, MapSource):
+        return None
+    return source.looked_at(np.arange(min(len(source), job.grain_size)), Quarantine(len(source)))
+
+
 def in_new_orders(name: str, data: Opened, shuffle: bool | None) -> bool:
     """Decide whether epochs have new orders (the default), from data and `shuffle`.
 

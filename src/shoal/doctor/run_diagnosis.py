@@ -17,8 +17,8 @@ from shoal.doctor.read_backs import lost_in, places_of, read_backs
 from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
 from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError, folded
-from shoal.jobs.job_file import JobRequest, load, refuse_other_secrets, with_settings_of
-from shoal.jobs.settings import setting_text
+from shoal.jobs.job_file import JobRequest, load, with_settings_of
+from shoal.jobs.settings import refuse_other_secrets, setting_text
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep, account_of
 from shoal.plans.plan import Plan, plan_text, read_plan

@@ -1,29 +1,24 @@
-"""Jobs given as Python objects: digests of their code, and their way to the ranks by name or as a pickle.
-
-The pickle is only for this call's own processes, in a private folder that is removed at the end of the call. shoal
-reads no other pickles.
-"""
+"""Jobs that are Python objects: digests of their code, and their way to the ranks by name or as a pickle."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
 import linecache
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
-from shoal.errors import CommandError, JobError
 from shoal.installed import is_installed
+from shoal.jobs.handed_job import HandedJob, import_path, pickled
 from shoal.jobs.job import Job
-from shoal.jobs.job_module import FREE, JOB_FILE, LENGTHS, JobModule, code, digest_of
+from shoal.jobs.job_file import FREE, JOB_FILE, LENGTHS, JobModule, code, digest_of
 from shoal.plans.grains import FEW_GRAINS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -31,7 +26,7 @@ _MOST_ITEMS = 64  # maximum number of items of a container to visit
 
 
 def code_of(given: object) -> dict[str, dict[str, str]]:
-    """Return digests of an object's code by file and definition, in the form of `job_module.code`.
+    """Return digests of an object's code by file and definition, in the form of `job_file.code`.
 
     Functions and classes that are passed by value count individually, with the plain values that they read. The user's
     own modules count as a whole. If no source is available, for example in an interpreter, the bytecode counts.
@@ -231,33 +226,6 @@ def _surrounds(node: Any, of: CodeType) -> bool:
 
 # Paths for messages if a job is in no file.
 NOTEBOOK, INTERPRETER = Path("notebook"), Path("interpreter")
-_PICKLE = "job.pickle"
-
-
-@dataclass(frozen=True)
-class HandedJob:
-    """A job object for other processes: the module to import it from, or the file with its pickle.
-
-    `least_grains`: lower bound of its number of grains, if known.
-    `import_path`: sys.path of the process that passed the job.
-    `code`: code digests of a job that is passed by value.
-    """
-
-    module: str | None
-    file: Path | None
-    import_path: tuple[str, ...]
-    code: dict[str, dict[str, str]] = field(default_factory=dict)
-    least_grains: int | None = None
-
-    def fetch(self, function: str | None) -> Any:
-        """Return the job object in a receiving process. Raises: errors of its imports."""
-        own = [folder for folder in sys.path if folder not in self.import_path]
-        sys.path[:] = [*self.import_path, *own]
-        if self.module is not None:
-            return getattr(importlib.import_module(self.module), str(function))
-        assert self.file is not None, "a job without a module is in a file"
-        with self.file.open("rb") as file:
-            return _pickler().load(file)
 
 
 def is_job(given: object) -> bool:
@@ -300,59 +268,14 @@ def hand_over(given: object, folder: Path) -> HandedJob:
     """
     module = importable_module(given)
     if module is not None:
-        return HandedJob(module, None, _import_path())
-    target = _pickled(
+        return HandedJob(module, None, import_path())
+    target = pickled(
         given,
-        folder / _PICKLE,
+        folder / "job.pickle",
         given="shoal.run({!r:.80}, ...)",
         conflict="it cannot be handed to the ranks",
         remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
         'or write the job into a file, and give its path: shoal.run("file.py:job")',
     )
     known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # the default is never smaller
-    return HandedJob(None, target, _import_path(), code_of(given), known)
-
-
-def hand_over_value(value: object, folder: Path) -> HandedJob:
-    """Pickle data for other processes. Raises: CommandError, JobError as `hand_over`."""
-    target = _pickled(
-        value,
-        folder / "data.pickle",
-        given="data={!r:.80}",
-        conflict="they cannot be handed to another process",
-        remedy="give a function that opens them, such as data=lambda: ...",
-    )
-    return HandedJob(None, target, _import_path())
-
-
-def _import_path() -> tuple[str, ...]:
-    """Return sys.path with absolute folders, for a process that may begin in another one."""
-    return tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
-
-
-def _pickled(value: object, target: Path, *, given: str, conflict: str, remedy: str) -> Path:
-    """Pickle a value into a file, and return its path. `given`: format of the value in an error.
-
-    Raises: CommandError; JobError.
-    """
-    pickler = _pickler()
-    try:
-        with target.open("wb") as file:
-            pickler.dump(value, file)
-    except Exception as error:
-        why = f"{conflict}: {type(error).__name__}: {error}"
-        raise JobError(given=given.format(value), conflict=why, remedy=remedy) from error
-    return target
-
-
-def _pickler() -> Any:
-    try:
-        import cloudpickle
-    except ImportError:
-        raise CommandError(
-            given="a job that is a lambda, a Job, or a function of this script, notebook or interpreter",
-            conflict="to hand it to the ranks takes cloudpickle, which is not installed",
-            remedy="pip install 'shoal[notebook]'; or write the job function into a file of its own, and import it or "
-            'give its path: shoal.run("file.py:job")',
-        ) from None
-    return cloudpickle
+    return HandedJob(None, target, import_path(), code_of(given), known)

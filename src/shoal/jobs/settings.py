@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import JobFileError, SettingError, nearest
-from shoal.jobs.secret_settings import without_secrets
+from shoal.jobs.differences import differences
+from shoal.jobs.secret_settings import is_hidden, without_secrets
 
 # A setting: text from the command line, or {"value": JSON} from Python, which keeps the type. Values of configuration
 # files also have {"from": FILE}.
@@ -490,3 +491,23 @@ def _name(wanted: Any) -> str:
         if get_origin(wanted) is None
         else str(wanted).replace("typing.", "")
     )
+
+
+def refuse_other_secrets(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse secrets that are not those which the run was given, by their digests.
+
+    Args:
+        settings: complete settings, as `job_file.load` returns them.
+        saved: job.json of the run.
+
+    Raises: SettingError.
+    """
+    hidden = [name for name, setting in (saved.get("given") or {}).items() if is_hidden(setting)]
+    names = [one.name for one in differences(settings, saved.get("settings") or {}) if is_hidden(one.theirs)]
+    names = [name for name in names if any(is_below(name, one) or is_below(one, name) for one in hidden)]
+    if names:
+        raise SettingError(
+            given=f"another value of {', '.join(names)} than the run had",
+            conflict="a run directory has no secrets but their digests, and the digests differ",
+            remedy=f"give the run's: {' '.join(f'--set {name}=...' for name in names)}, or settings= from Python",
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from shoal.errors import CommandError, nearest
-from shoal.jobs.job_module import JobModule
+from shoal.jobs.job_file import JobModule
 
 T = TypeVar("T")
 

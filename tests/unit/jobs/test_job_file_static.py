@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.jobs.job_file import least_grains
-from shoal.jobs.job_module import JobModule
+from shoal.jobs.job_file import JobModule, least_grains
 
 
 def least(folder: Path, **files: str) -> int | None:

@@ -12,9 +12,10 @@ import pytest
 
 from shoal.errors import CommandError, JobError
 from shoal.jobs import job_object
+from shoal.jobs.handed_job import HandedJob
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, load
-from shoal.jobs.job_object import HandedJob, function_name, hand_over, importable_module, place_of
+from shoal.jobs.job_object import function_name, hand_over, importable_module, place_of
 from shoal.jobs.settings import setting_of
 from shoal.plans.grains import FEW_GRAINS
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.jobs.differences import changed
 from shoal.jobs.job import Epochs, Job, warmup_cosine
-from shoal.jobs.job_module import JOB_FILE
+from shoal.jobs.job_file import JOB_FILE
 from shoal.jobs.job_object import code_of
 from shoal.training.callbacks.ema import EMA
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 
 from shoal.errors import CommandError, JobFileError, SettingError
 from shoal.jobs.config_file import read_config
-from shoal.jobs.job_file import JobRequest, parse_target, refuse_other_secrets, with_config, with_settings_of
+from shoal.jobs.job_file import JobRequest, parse_target, with_config, with_settings_of
 from shoal.jobs.secret_settings import command_without_secrets, is_hidden, without_secrets
-from shoal.jobs.settings import Setting, bind, layered, setting_text, settings_from
+from shoal.jobs.settings import Setting, bind, layered, refuse_other_secrets, setting_text, settings_from
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from shoal.errors import JobMismatchError, RunDirectoryError
 from shoal.installed import is_installed
 from shoal.jobs.differences import ABSENT, changed, differences
 from shoal.jobs.job import Epochs, Progress, Samples, Steps
-from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
-from shoal.jobs.job_module import FREE, LENGTHS, digests_of
+from shoal.jobs.job_file import FREE, LENGTHS, JobRequest, LoadedJob, digests_of, file_sha256, load
 from shoal.jobs.same_job import differing_fields
 from shoal.jobs.secret_settings import is_hidden, without_secrets
 from shoal.jobs.settings import is_below, setting_of, source_of

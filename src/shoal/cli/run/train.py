@@ -1,4 +1,4 @@
-"""Training of a run on one rank, with the files of the run directory."""
+"""Training of a run on one rank, with the files of the run directory: `result.json` is written at every kind of end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import os
 import platform
 import signal
 import time
+import warnings
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.places import RemotePlace
+from shoal.checkpoint.state import sha256_of
 from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
 from shoal.cli.run.description import (
     Lengths,
@@ -31,28 +36,42 @@ from shoal.cli.run.description import (
     write_description,
 )
 from shoal.cli.run.way_out import with_way_out
-from shoal.cli.run.write_result import Result
 from shoal.data.source import opened
-from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh, alone, decided_by_rank_0, open_mesh, together
-from shoal.distributed.process_setup import as_rank, has_drawn_since_loading, prepare_process, seed_loading
-from shoal.errors import ExitCode, LaunchError
+from shoal.distributed.process_setup import as_rank, has_drawn_since_loading, prepare_process, seed_loading, versions
+from shoal.errors import ExitCode, LaunchError, ShoalError, StorageError
 from shoal.hardware.detect import cores
+from shoal.hardware.values import kind_of
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
 from shoal.launch.environment import DIRECTORY_FILE, REPORT_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
+from shoal.parallel.model.sharded_model import whole_tensors
+from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.legal import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
-from shoal.runs.attempts import AttemptLog, Events, StartUp, call_began_at, mtbf_seconds
-from shoal.runs.directory import RunDirectory, guarded_files, read_json, withdraw
+from shoal.runs.attempts import (
+    AttemptLog,
+    EffectiveTime,
+    Events,
+    StartUp,
+    call_began_at,
+    earlier_starts,
+    mtbf_seconds,
+)
+from shoal.runs.directory import Fence, RunDirectory, guarded_files, read_json, withdraw
 from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS
-from shoal.runs.records import StepRecord
+from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.source import write_source
+from shoal.training.loop.trainer import Outcome
+from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.observe.metering import Shares, StepMeter, blocks, predicted
+from shoal.training.observe.metering import describe as described_step
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
@@ -382,3 +401,176 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+_RECENT = 1000  # number of steps to compare with the prediction
+
+
+@dataclass
+class Result:
+    """Result of this call, updated with each step. `last`: the last finished step, or the state of a checkpoint."""
+
+    engine: Engine
+    path: Path
+    started_at: float
+    certificate: str | None
+    resumed_from: int | None
+    last: RunState | StepRecord | None
+    first_step_at: float | None = None
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    peak_bytes: int | None = None
+    restarts: int = 0
+    fence: Fence = field(default_factory=Fence)
+    log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
+    trained_at: float | None = None
+    after: dict[str, float] = field(default_factory=dict)
+    began_at: float | None = None  # start of training in this attempt
+    call_began_at: float | None = None  # differs from `started_at` after an engine's restart
+    effective: EffectiveTime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.effective = EffectiveTime(self.resumed_from or 0)
+
+    def take(self, record: StepRecord) -> None:
+        """Count a finished step."""
+        self.last = record
+        self.effective.take(record)
+        self.recent.append(record)
+        self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
+        self.first_step_at = self.first_step_at or time.time()
+
+    def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
+        """Return the record of a training that ended normally, up to `num_steps`.
+
+        Collective: all ranks.
+        """
+        self.trained_at, self.after = time.time(), outcome.after
+        engine, state = self.engine, outcome.state
+        seconds = np.array(outcome.step_seconds or [math.nan])
+        median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
+        predicted = {} if served is not None else engine.plan.prediction  # the planner does not support servers
+        compression = engine.strategy.compression
+        early, wanted = None, engine.order.samples_before(num_steps)
+        is_stream = engine.num_train_samples is None
+        if is_stream and outcome.status == "completed" and not outcome.ended_by and state.samples < wanted:
+            early = {"steps": state.step, "wanted_steps": num_steps}
+            early |= {"samples": state.samples, "wanted_samples": wanted}
+        record = RunRecord(
+            status="failed" if outcome.unsaved else outcome.status,
+            error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
+            steps=state.step,
+            samples=state.samples,
+            world_size=engine.plan.degrees.world_size,
+            train_loss=state.loss,
+            metrics={k: v if math.isfinite(v) else None for k, v in outcome.metrics.items()},
+            eval_samples=outcome.eval_samples,
+            best=state.best,
+            weights_sha256=sha256_of(
+                whole for _, whole in whole_tensors(engine.sharded_model, engine.sharded_model.state_dict())
+            ),
+            sample_digest=state.digest,
+            step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
+            wall_seconds=time.time() - self.started_at,
+            first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
+            look_seconds=round(engine.computer.look_seconds, 6),
+            resumed_from=self.resumed_from,
+            restarts=self.restarts,
+            ettr=self.ettr(),
+            skipped_steps=state.skipped_steps,
+            compression={"scheme": compression.scheme, "fell_back": compression.fell_back} if compression else None,
+            certificate=self.certificate,
+            computation=state.computation,
+            versions=versions(),
+            server=served,
+            ended_early=early,
+            ended_by=outcome.ended_by,
+        )
+        kind = kind_of(engine.mesh.device.type)
+        steps = map(MeasuredStep.of, self.recent)
+        compared = beside(predicted, steps, self.peak_bytes, kind) if predicted.get("terms") else None
+        return replace(record, prediction=compared, **_measured(engine, outcome))
+
+    def ettr(self) -> float | None:
+        """Return the effective training time ratio of this call, from the first step of its first start; on rank 0."""
+        if self.engine.mesh.rank != 0 or self.began_at is None:
+            return None
+        began_at, seconds = self.began_at, self.effective.seconds + self.after.get("evaluation", 0.0)
+        if self.restarts:
+            files = RunDirectory(self.path.parent)
+            since = self.call_began_at or self.started_at
+            first, earlier_seconds = earlier_starts(files.attempts, files.records, since, self.resumed_from or 0)
+            began_at, seconds = min(began_at, first or began_at), seconds + earlier_seconds
+        whole = (self.trained_at or time.time()) - began_at
+        return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None
+
+    def write(self, record: RunRecord) -> StorageError | None:
+        """Write the file on rank 0. Return the error if that fails."""
+        try:
+            if self.engine.mesh.rank == 0:
+                self.fence.write(self.path, record.to_json())
+                trained_at, writer = self.trained_at or time.time(), self.engine.keeper.writer
+                writing = writer.mean_cpu_seconds() if writer is not None else None
+                self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
+        except OSError as error:
+            return StorageError(
+                given=str(self.path),
+                conflict=f"it could not be written: {error}",
+                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
+            )
+        return None
+
+    def write_failed(self, error: ShoalError) -> None:
+        """Write the file of a training that failed, on rank 0, if possible."""
+        at = self.last or RunState()
+        self.write(
+            RunRecord(
+                status="failed",
+                steps=at.step,
+                samples=at.samples,
+                world_size=self.engine.plan.degrees.world_size,
+                train_loss=at.loss,
+                metrics={},
+                eval_samples=0,
+                weights_sha256=None,
+                sample_digest=at.digest if self.last else None,
+                step_seconds={},
+                wall_seconds=time.time() - self.started_at,
+                resumed_from=self.resumed_from,
+                restarts=self.restarts,
+                ettr=self.ettr(),
+                error=_error_fields(error, self.engine.mesh.rank),
+                versions=versions(),
+            )
+        )
+
+
+def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
+    return {k: v for k, v in to_json(error, rank, platform.node()).items() if k != "traceback"}
+
+
+def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
+    """Return the entries `traffic` and `memory` of the result.
+
+    Collective: all ranks, a JSON gather.
+    """
+    meter, mesh = engine.observer, engine.mesh
+    if not isinstance(meter, StepMeter) or not meter.attached:
+        return {}
+    measurement = meter.to_json()
+    if measurement is not None:
+        computation = MicrobatchPolicy.from_json(
+            outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()}
+        )
+        grains = engine.order.grains(measurement["step"] - 1)
+        shares = Shares(engine.job.num_grains, grains, computation.effective_grains, engine.buffers.num_values)
+        try:
+            step = described_step(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
+            compression = engine.strategy.compression
+            ended = compression.fell_back if compression is not None else None
+            is_compressed = ended is None or ended["step"] >= measurement["step"]
+            plan = engine.plan if is_compressed else engine.plan.uncompressed
+            measurement["predicted"] = predicted(plan, step, mesh.rank)
+        except Exception as error:  # a failed prediction must not cost a finished run its result
+            measurement["predicted"] = None
+            warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
+    return blocks(mesh.gather_json(measurement))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.data.order import Order
-from shoal.data.source import MapSource, opened
+from shoal.data.source import MapSource, one_grain, opened
 from shoal.errors import ShoalError
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import fastest_on
@@ -44,7 +44,6 @@ from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
 from shoal.training.setup.job_model import build_model, deferred_outline, grains_of, outline, with_grains
 from shoal.training.setup.memory_format_choice import choose_format
-from shoal.training.setup.preflight import one_grain
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 _TRIALS = 3

@@ -1,41 +1,40 @@
-"""Result of `shoal plan`: its values, and the same words and rows in a terminal, on an HTML page and in a notebook."""
+"""Result of `shoal plan` in the same words and rows in a terminal, on an HTML page and in a notebook."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
-from shoal.planner.answer.front import WIDTH, Rows, batch, front, length, similar, text_of
 from shoal.planner.answer.outlook import (
     GRAPH,
     STORAGE_BYTES_PER_SECOND,
-    Change,
-    Finer,
-    Goodput,
-    Question,
-    ScalingCurve,
+    SearchResult,
 )
-from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
-from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, likeness, of_device
+from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, error_bar, likeness, of_device
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
-from shoal.planner.search.search import DISTINCT, GIB, Candidate, Choice, Rejected, gib
-from shoal.planner.search.space import Illegal
-from shoal.plans.plan import Plan, described, layout_name, plan_text
+from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
+from shoal.plans.plan import described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import dollars, rate, seconds, several
 from shoal.runs.directory import write_file
-from shoal.runs.version import __version__
 
+Rows = list[list[str]]
+
+WIDTH = 80  # columns of the first lines, and of all output that does not go to a terminal
+_NAMES = 10  # columns of the first lines' names
+_DATE = re.compile(r"(?:[A-Z][a-z]+ )?20\d\d(?:-\d\d-\d\d)?")
+# A step that waits for launches for more than this share of its time resembles no published step.
+_LAUNCHING = 0.5
 # Short descriptions of the terms of a step and of the categories of memory.
 TERMS_MEAN = {
     "compute": "the model's operations",
@@ -74,108 +73,6 @@ _NUM_REJECTED = 8
 
 
 @dataclass(frozen=True, repr=False)
-class SearchResult:
-    """Result of a search with its outlook.
-
-    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan.
-    """
-
-    question: Question
-    choice: Choice
-    curve: ScalingCurve
-    changes: tuple[Change, ...]
-    goodput: Goodput | None
-    search_seconds: float
-    job: str
-    finer: Finer | None = None
-
-    @property
-    def best(self) -> Candidate:
-        """The chosen plan and its prediction: step seconds, terms, memory."""
-        return Candidate(self.plan, self.chosen.prediction)
-
-    @property
-    def choices(self) -> tuple[Candidate, ...]:
-        """The best plan and the next best layouts on the same number of devices, each with its prediction."""
-        return (self.best, *self.choice.alternatives)
-
-    @property
-    def refused(self) -> tuple[Rejected | Illegal, ...]:
-        """Layouts that were not chosen, each with its reason."""
-        return (*self.choice.rejected, *self.choice.illegal)
-
-    def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as TOML for `shoal run --plan`, and return the file's path."""
-        write_file(Path(path), plan_text(self.plan))
-        return Path(path)
-
-    @property
-    def chosen(self) -> Candidate:
-        """The chosen plan and its prediction."""
-        return self.choice.chosen
-
-    @property
-    def price(self) -> float | None:
-        """US dollars per device-hour, or None if unknown."""
-        return self.question.case.cluster.device.price_per_hour
-
-    @property
-    def ranks_per_host(self) -> int:
-        """Number of ranks of the chosen plan on one host."""
-        return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
-
-    @property
-    def peak(self) -> tuple[str, float]:
-        """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
-        plan = self.chosen.plan
-        computer = self.question.case.predictor.staging.ranks(plan).costs.computer
-        dtype = computer.dtype(plan.precision.compute)
-        return dtype, computer.device.flops[dtype]
-
-    def job_seconds(self, seconds: float) -> float | None:
-        """Return the seconds of the whole job at `seconds` per step, or None if its length is unknown."""
-        return seconds * self.question.num_steps if self.question.num_steps else None
-
-    def cost(self, candidate: Candidate) -> float | None:
-        """Return the US dollars of the whole job, or None if the price or the length is unknown."""
-        seconds = self.job_seconds(candidate.seconds)
-        if self.price is None or seconds is None:
-            return None
-        return candidate.devices * seconds / 3600.0 * self.price
-
-    @property
-    def plan(self) -> Plan:
-        """The chosen plan, complete, with its prediction."""
-        case, chosen, prediction = self.question.case, self.chosen, self.chosen.prediction
-        about: dict[str, Any] = {
-            "cluster": case.cluster.name,
-            "devices": chosen.devices,
-            "device": case.cluster.device.name,
-            "device_kind": case.cluster.device.kind,
-            "aim": str(self.choice.aim),
-            "planner": __version__,
-            "job": self.job,
-            "parameters": case.work.profile.num_parameters,
-            "flops_per_sample": case.work.profile.flops(1.0),
-            "factors": dict(case.correction.factors),
-            "host_seconds": case.correction.host_seconds,
-            "curve": {str(p.devices): p.best.seconds for p in self.curve.points if p.best is not None},
-        }
-        if prediction.mfu is not None:
-            about["peak_dtype"], about["peak_flops"] = self.peak
-        about |= {"price_per_hour": self.price} if self.price is not None else {}
-        about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
-        document = chosen.plan.to_mapping()
-        # The modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable.
-        split, pipeline = prediction.split, chosen.plan.pipeline
-        known = all(name in case.space.facts.cuts for name in split)
-        usable = known and len(split) == chosen.plan.layout.pipeline * pipeline.stages_per_rank - 1
-        document["pipeline"]["split"] = list(split if usable else pipeline.split)
-        document["prediction"] = section(prediction, about)
-        return Plan.from_mapping(document, source="plan")
-
-
-@dataclass(frozen=True, repr=False)
 class Answer(SearchResult):
     """Result of a search with its outlook; prints like `shoal plan`, and shows tables in a notebook."""
 
@@ -207,6 +104,149 @@ class Answer(SearchResult):
                 title, rows, _best_title(self), best, verdict(self)
             )
         )
+
+
+# --------------------------------------------------------------------------------------------------- the first lines
+
+
+def quantity(value: float) -> str:
+    """Return a large number with its power of a thousand in words."""
+    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:,.0f}"
+
+
+def batch(candidate: Candidate, answer: SearchResult) -> tuple[int, int]:
+    """Return the samples of a microbatch and the number of microbatches on a rank."""
+    work, layout = answer.question.case.work, candidate.plan.layout
+    grains = -(-work.num_grains // (layout.data * layout.shard))
+    per = candidate.plan.batch.grains_per_microbatch
+    return per * work.grain_size, -(-grains // per)
+
+
+def length(answer: SearchResult) -> str:
+    """Return the time of the whole job and its amount, or what to write if its length is unknown."""
+    tokens, num_steps = answer.question.sample_tokens, answer.question.num_steps
+    if num_steps is None:
+        return "its length is not known: write --samples N" + (" or --tokens N" if tokens else "")
+    all_samples = num_steps * answer.question.case.work.global_batch
+    amount = f"{quantity(all_samples * tokens)} tokens" if tokens else f"{quantity(all_samples)} samples"
+    return f"{seconds(answer.job_seconds(answer.chosen.seconds))} for {amount} in {several(num_steps, 'step')}"
+
+
+def front(
+    answer: SearchResult, typed: str = "shoal.run(job, plan=answer)", see: str = "answer.write_html(FILE)"
+) -> Rows:
+    """Return the answer in at most twelve rows of name and value, each of which fits a line of `WIDTH` columns.
+
+    `typed`: what starts the run. `see`: what shows the rest.
+    """
+
+    def fitting(*parts: str) -> str:
+        line = ""
+        for part in parts:  # the most important first
+            line += part if len(line) + len(part) <= WIDTH - _NAMES else ""
+        return line
+
+    question, chosen, step = answer.question, answer.chosen, answer.chosen.seconds
+    work, cluster, tokens, hour = question.case.work, question.case.cluster, question.sample_tokens, answer.price
+    device, peak = cluster.device_for(answer.ranks_per_host), chosen.prediction.peak_bytes
+    speed = f"{rate(work.global_batch / step * (tokens or 1))} {'tokens' if tokens else 'samples'}/s"
+    bar, _ = similar(answer)
+    likely = "no published step is like it" if cluster.device.kind == "gpu" else ""
+    if bar is not None:
+        likely = f"likely {seconds(step * bar.low)} to {seconds(step * bar.high)}"
+
+    cost = "not known: write --price DOLLARS of a device-hour"
+    if hour is not None:
+        source, whole = cluster.device.sources.get("price_per_hour", ""), answer.cost(chosen)
+        date = _DATE.search(source)
+        amount = dollars(whole) if whole is not None else f"{dollars(hour * chosen.devices)} an hour"
+        cost = fitting(
+            f"{amount} at ${hour:.2f} a device-hour", f" (list price of {date[0]})" if date else f" ({source})"
+        )
+
+    measured = next((text for text in cluster.device.sources.values() if "shoal bench on" in text), None)
+    origin = "; numbers of the catalogue" if not cluster.name.endswith(".toml") else "; numbers of the file"
+    if measured is not None:
+        origin = f"; measured on {_DATE.findall(measured)[0]}"
+    elif cluster.device.guesses:
+        origin += ", some assumed"
+    hosts = f"{several(cluster.num_hosts, 'host')} of {cluster.devices_per_host} {cluster.device.name}"
+    links: list[str] = []
+    for link, where in ((cluster.within, ""), (cluster.between if cluster.num_hosts > 1 else None, "between hosts ")):
+        if link is not None and cluster.num_devices > 1:
+            assumed = " (assumed)" if link.sources.get("bytes_per_second", "").startswith("assumed") else ""
+            links.append(f"{'; ' if links else ''}{where}{link.name} {link.bytes_per_second / 1e9:.3g} GB/s{assumed}")
+
+    curve, pays = answer.curve, answer.curve.pays_until
+    more = ["nothing fits"]
+    if answer.finer is not None:
+        best = answer.finer.candidate
+        more = [f"{several(work.num_grains, 'grain')} limit it: Job(grains={answer.finer.num_grains}) allows "]
+        more += [f"{layout_name(best.plan)}", f", {seconds(best.seconds)} a step"]
+    elif pays is not None:
+        most = max((p.devices for p in curve.points if p.best), default=0)
+        limit, _, share = curve.limit.partition(",")
+        why = [", the most that were considered"] if pays == most else [f"; then {limit} limits", f",{share}"]
+        more = [f"devices pay up to {pays}", *why]
+    smaller, fewer = [point for point in curve.points if point.devices < chosen.devices], ""
+    if smaller and (fewest := smaller[-1]).best is not None:
+        other, times = fewest.best, fewest.best.seconds / step
+        fewer = fitting(
+            layout_name(other.plan),
+            f" on {fewest.devices}: {seconds(other.seconds)} a step",
+            f", {times:.2g} times as long",
+        )
+    elif smaller:
+        lacks = f"does not fit by {gib(fewest.missing_bytes)}" if fewest.missing_bytes else "has no legal layout"
+        fewer = f"{several(fewest.devices, 'device')}: {lacks}"
+    following = ""
+    if answer.choice.alternatives:
+        other = answer.choice.alternatives[0]
+        slower = other.seconds / step - 1.0
+        following = fitting(
+            layout_name(other.plan), f": {seconds(other.seconds)} a step, {slower:.0%} slower",
+            f", {gib(other.prediction.peak_bytes)}",
+        )  # fmt: skip
+    of_all = f" on {chosen.devices:,} of {several(cluster.num_devices, 'device')}"
+    rows = [
+        ["layout", fitting(layout_name(chosen.plan), of_all, f", {batch(chosen, answer)[0]} samples a microbatch")],
+        ["run", typed],
+        ["step", fitting(seconds(step), f", {speed}", likely and f"; {likely}")],
+        ["training", length(answer)],
+        ["memory", fitting(
+            f"{peak / GIB:.1f} of {gib(device.memory_bytes)} on the fullest device",
+            f"; a plan may use {cluster.usable_bytes(device) / GIB:.1f}",
+        )],
+        ["cost", cost],
+        ["hosts", fitting(hosts, origin)],
+        ["links", fitting(*links)],
+        ["more", fitting(*more)],
+        ["fewer", fewer],
+        ["next best", following],
+        ["see", fitting(see, ": other layouts, parts of a step, memory, assumptions")],
+    ]  # fmt: skip
+    return [row for row in rows if row[1]]
+
+
+def text_of(rows: Rows) -> str:
+    """Return rows of name and value as lines."""
+    return "\n".join(f"{name:{_NAMES}}{value}" for name, value in rows)
+
+
+def similar(answer: SearchResult) -> tuple[ErrorBar | None, str]:
+    """Return the errors of published steps like this one, or None and in what this step differs from all of them."""
+    case, prediction = answer.question.case, answer.chosen.prediction
+    if case.cluster.device.kind != "gpu":
+        return None, ""
+    if prediction.terms.get("launch", 0.0) > _LAUNCHING * prediction.step_seconds:
+        return None, " (most of it is launches)"
+    if answer.question.sample_tokens is None:
+        return None, " (its samples are no sequences of tokens)"
+    parameters = case.work.profile.num_parameters
+    return error_bar(likeness(case.cluster.device.name, parameters, answer.chosen.plan.layout), parameters), ""
 
 
 # --------------------------------------------------------------------------------------------------- the key figures

@@ -1,4 +1,4 @@
-"""Question of `shoal plan`, and scaling, sensitivity, goodput and a better number of grains of the chosen plan.
+"""Question of `shoal plan`, and its result: the plan, its scaling, sensitivity and goodput, and better grains.
 
 Goodput is the share of a run's time that remains after failures and checkpoints. Sources: J. W. Young, A first order
 approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A higher order estimate of the optimum
@@ -7,20 +7,39 @@ checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, expm1, isinf, sqrt
+from pathlib import Path
+from typing import Any
 
 from shoal.errors import PlanError
 from shoal.hardware.values import Cluster
+from shoal.planner.calibrate.comparison import section
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.lower_bounds import costs_of
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
-from shoal.planner.search.search import TIE, Aim, Candidate, Limit, Notes, Search, Wanted, counted, gib, simplest
-from shoal.planner.search.space import Space, recomputes
+from shoal.planner.search.search import (
+    TIE,
+    Aim,
+    Candidate,
+    Choice,
+    Limit,
+    Notes,
+    Rejected,
+    Search,
+    Wanted,
+    counted,
+    gib,
+    simplest,
+)
+from shoal.planner.search.space import Illegal, Space, recomputes
 from shoal.plans.legal import conflicts
-from shoal.plans.plan import Plan, described
+from shoal.plans.plan import Plan, described, plan_text
+from shoal.runs.directory import write_file
+from shoal.runs.version import __version__
 
 # Host seconds of a GPU step besides the model's operators: LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
 # Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock.
@@ -382,3 +401,105 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
             if prediction.fits and prediction.step_seconds <= better.seconds * _GAIN:
                 return Finer(number, Candidate(plan, prediction), case, best)
     return Finer(batch, better, case, best)
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """Result of a search with its outlook.
+
+    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan.
+    """
+
+    question: Question
+    choice: Choice
+    curve: ScalingCurve
+    changes: tuple[Change, ...]
+    goodput: Goodput | None
+    search_seconds: float
+    job: str
+    finer: Finer | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen plan and its prediction: step seconds, terms, memory."""
+        return Candidate(self.plan, self.chosen.prediction)
+
+    @property
+    def choices(self) -> tuple[Candidate, ...]:
+        """The best plan and the next best layouts on the same number of devices, each with its prediction."""
+        return (self.best, *self.choice.alternatives)
+
+    @property
+    def refused(self) -> tuple[Rejected | Illegal, ...]:
+        """Layouts that were not chosen, each with its reason."""
+        return (*self.choice.rejected, *self.choice.illegal)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as TOML for `shoal run --plan`, and return the file's path."""
+        write_file(Path(path), plan_text(self.plan))
+        return Path(path)
+
+    @property
+    def chosen(self) -> Candidate:
+        """The chosen plan and its prediction."""
+        return self.choice.chosen
+
+    @property
+    def price(self) -> float | None:
+        """US dollars per device-hour, or None if unknown."""
+        return self.question.case.cluster.device.price_per_hour
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks of the chosen plan on one host."""
+        return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
+        plan = self.chosen.plan
+        computer = self.question.case.predictor.staging.ranks(plan).costs.computer
+        dtype = computer.dtype(plan.precision.compute)
+        return dtype, computer.device.flops[dtype]
+
+    def job_seconds(self, seconds: float) -> float | None:
+        """Return the seconds of the whole job at `seconds` per step, or None if its length is unknown."""
+        return seconds * self.question.num_steps if self.question.num_steps else None
+
+    def cost(self, candidate: Candidate) -> float | None:
+        """Return the US dollars of the whole job, or None if the price or the length is unknown."""
+        seconds = self.job_seconds(candidate.seconds)
+        if self.price is None or seconds is None:
+            return None
+        return candidate.devices * seconds / 3600.0 * self.price
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, complete, with its prediction."""
+        case, chosen, prediction = self.question.case, self.chosen, self.chosen.prediction
+        about: dict[str, Any] = {
+            "cluster": case.cluster.name,
+            "devices": chosen.devices,
+            "device": case.cluster.device.name,
+            "device_kind": case.cluster.device.kind,
+            "aim": str(self.choice.aim),
+            "planner": __version__,
+            "job": self.job,
+            "parameters": case.work.profile.num_parameters,
+            "flops_per_sample": case.work.profile.flops(1.0),
+            "factors": dict(case.correction.factors),
+            "host_seconds": case.correction.host_seconds,
+            "curve": {str(p.devices): p.best.seconds for p in self.curve.points if p.best is not None},
+        }
+        if prediction.mfu is not None:
+            about["peak_dtype"], about["peak_flops"] = self.peak
+        about |= {"price_per_hour": self.price} if self.price is not None else {}
+        about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
+        document = chosen.plan.to_mapping()
+        # The modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable.
+        split, pipeline = prediction.split, chosen.plan.pipeline
+        known = all(name in case.space.facts.cuts for name in split)
+        usable = known and len(split) == chosen.plan.layout.pipeline * pipeline.stages_per_rank - 1
+        document["pipeline"]["split"] = list(split if usable else pipeline.split)
+        document["prediction"] = section(prediction, about)
+        return Plan.from_mapping(document, source="plan")

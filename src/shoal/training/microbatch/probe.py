@@ -75,7 +75,7 @@ class PolicyProbe:
             if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
                 first = next(self._loader.fillers(fetched.step))
             result = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
-            if not parts.observer_looks:  # an observer, such as a verification's, compares what ranks compute itself
+            if not parts.observer.has_hooks:  # a verification's observer compares what ranks compute itself
                 refuse_other_losses(parts.mesh.gather_json(result.seen))
             flags = parts.mesh.all_gather([float(result.too_large), float(not result.conclusive)])
             too_large, unclear = flags.max(axis=0) > 0

@@ -318,11 +318,6 @@ class StepParts:
     clock: StepClock
     observer: Observer
 
-    @functools.cached_property
-    def observer_looks(self) -> bool:
-        """True if the hooks of the observer may do anything."""
-        return self.observer.has_hooks
-
 
 def labelled(
     clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
@@ -388,11 +383,13 @@ class ForwardBackward:
     sums_of: Callable[[Tensor, Tensor | float, Tensor], Tensor] | None = None
     with_gradient: Callable[[int, Tensor], Tensor] | None = None
     scale: float = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
+    is_observed: bool = False  # whether the observer looks at this step
 
     def begin(self, step: int) -> None:
         """Start the step, or start it again, without gradients and sums."""
         parts = self.parts
         parts.strategy.begin(step, self.factor)
+        self.is_observed = parts.observer.looks
         self.scale = 1.0 if parts.strategy.begins_with_factor and parts.pipeline is None else self.factor
         if not parts.buffers.is_empty:
             parts.buffers.begin()
@@ -427,7 +424,7 @@ class ForwardBackward:
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
         parts.clock.mark("forward")
-        if counts and parts.observer_looks:
+        if counts and self.is_observed:
             parts.observer.microbatch(microbatch, batch)
         context = parts.computer.scope(microbatch, draws=self.draws)
         if parts.clock.is_listened_to:
@@ -436,7 +433,7 @@ class ForwardBackward:
 
     def _leave(self, counts: bool) -> None:
         parts = self.parts
-        if counts and parts.observer_looks:
+        if counts and self.is_observed:
             parts.observer.computed()
         if not parts.buffers.is_empty:
             parts.buffers.restore()
@@ -494,7 +491,7 @@ class ForwardBackward:
             sums = microbatch_sums(microbatch, total, weight, buffers)
         else:
             sums = buffer_sums(buffers)
-        if parts.observer_looks:
+        if self.is_observed:
             parts.observer.loss(total.detach(), weight)
         return sums, total if self.scale == 1.0 else total * self.scale
 
@@ -523,7 +520,7 @@ class ForwardBackward:
         parts, compression = self.parts, self.parts.strategy.compression
         if skipped is None and not parts.buffers.is_empty:
             parts.buffers.assign(sums.buffers, sums.num_samples)
-        if parts.observer_looks:
+        if self.is_observed:
             parts.observer.updated(skipped)
         if skipped is not None or compression is None or sums.compared is None:
             return None
@@ -662,7 +659,7 @@ class StepRunner:
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         passes.begin(fetched.step)
-        if parts.observer_looks:
+        if passes.is_observed:
             parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
         following, proposal, error = None, None, None

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from shoal.data.order import spread
-from shoal.data.quarantine import Quarantine
-from shoal.data.source import MapSource, Opened, Source, TensorSource, digest_of_samples, training_data
+from shoal.data.source import MapSource, Opened, Source, TensorSource, digest_of_samples, one_grain
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
@@ -101,17 +100,6 @@ def with_judged_grains(judgement: Judged, job: Job) -> Job:
             remedy="write a job file that makes the same job in every process, whatever its environment",
         )
     return same
-
-
-def one_grain(job: Job) -> Any:
-    """Return a batch of the first grain's samples to measure sequence lengths, or None for a stream.
-
-    Other samples replace unreadable samples here: the run itself decides later whether to skip them.
-    """
-    source = training_data(job).source
-    if not isinstance(source, MapSource):
-        return None
-    return source.looked_at(np.arange(min(len(source), job.grain_size)), Quarantine(len(source)))
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:

@@ -509,7 +509,8 @@ class Stepper:
         except Exception as error:
             raise step_error(self._optimizer, error) from error
         draws = may_draw(self._optimizer)
-        self.seed(number)
+        if draws:
+            self.seed(number)
         before = all_generators() if refuse_noise else None
         seen = (rates_seen(self._parts), self._trained()) if draws else None
         try:
@@ -536,8 +537,7 @@ class Stepper:
 
     def seed(self, step: int) -> None:
         """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
-        if may_draw(self._optimizer):
-            seed_everything(random_key(self._job.seed, "optimizer", step))
+        seed_everything(random_key(self._job.seed, "optimizer", step))
 
     def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
         """Step the optimizer within a graph capture, masked by `good`: bool [].
@@ -609,7 +609,7 @@ class Updater:
         refuse_divided(optimizer, sharded_model, self._division.updates)
         # The fast path avoids a function call for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
-        self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
+        self._divides_state = sharded_model.divides_state
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, including one that has raised before its end
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
@@ -628,7 +628,8 @@ class Updater:
         if not 0.0 < weight < math.inf and refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
             return Update(0.0, rate, "weightless")
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
-        if self._looks:
+        is_observed = self._observer.looks
+        if is_observed:
             self._observer.reduced(loss, weight, scale)
         self._division.own_gradients()
         gradients, counted = self._gradients()
@@ -649,7 +650,7 @@ class Updater:
             torch._foreach_mul_(gradients, rest)
         if self._job.clip_value is not None:
             clip_values(gradients, self._job.clip_value)
-        if self._looks:
+        if is_observed:
             self._division.gradients_settle()
             self._observer.clipped(norm)
         self.num_begun += 1

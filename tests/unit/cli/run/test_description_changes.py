@@ -9,8 +9,7 @@ import pytest
 from shoal.cli.run.description import accepted_changes, fields_changed
 from shoal.errors import JobMismatchError
 from shoal.jobs.differences import changed
-from shoal.jobs.job_file import JobRequest, load
-from shoal.jobs.job_module import JobModule, code
+from shoal.jobs.job_file import JobModule, JobRequest, code, load
 
 pytestmark = pytest.mark.usefixtures("no_other_test")
 

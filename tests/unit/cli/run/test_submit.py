@@ -14,8 +14,8 @@ from shoal.cli.options import RunOptions
 from shoal.cli.run.start import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
+from shoal.jobs.handed_job import HandedJob
 from shoal.jobs.job_file import JobRequest
-from shoal.jobs.job_object import HandedJob
 from shoal.jobs.settings import setting_of
 from shoal.plans import Plan
 from shoal.runs.options import arguments_of, options_of

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
-from shoal.planner.answer.display import SearchResult, hints, unaligned_products
-from shoal.planner.answer.outlook import Case, Change, Question, ScalingCurve
+from shoal.planner.answer.display import hints, unaligned_products
+from shoal.planner.answer.outlook import Case, Change, Question, ScalingCurve, SearchResult
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.values import OperationKind

@@ -16,15 +16,14 @@ from shoal.planner.answer.answer import answer
 from shoal.planner.answer.display import (
     BEST_HEAD,
     Answer,
-    SearchResult,
     best_rows,
     curve_rows,
+    front,
     hints,
     key_rows,
     show,
 )
-from shoal.planner.answer.front import front
-from shoal.planner.answer.outlook import GRAPH, Case, Change, Question
+from shoal.planner.answer.outlook import GRAPH, Case, Change, Question, SearchResult
 from shoal.planner.predict.workload import Workload, error_bar, likeness
 from shoal.planner.search.search import Aim
 from shoal.planner.search.space import Space, counts, illegal

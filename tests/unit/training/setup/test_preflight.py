@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.data.source import one_grain
 from shoal.errors import JobError, PlanError
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
 from shoal.runs.options import Course
 from shoal.runs.request import RunRequest, What, Where
 from shoal.training.setup.job_model import outline
-from shoal.training.setup.preflight import judged, judged_for, one_grain, with_judged_grains
+from shoal.training.setup.preflight import judged, judged_for, with_judged_grains
 
 
 class Attention(nn.Module):

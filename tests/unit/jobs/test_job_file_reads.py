@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.jobs.job_file import load, parse_target
-from shoal.jobs.job_module import digests_of, files_read
+from shoal.jobs.job_file import digests_of, files_read, load, parse_target
 
 pytestmark = pytest.mark.usefixtures("no_other_test")
 
@@ -54,7 +53,7 @@ def test_what_a_library_reads_while_it_is_imported(tmp_path: Path, monkeypatch: 
         f"import json\nwith open({str(file)!r}) as own:\n    own.read()\n"
         "def read(path):\n    with open(path) as own:\n        return json.load(own)\n"
     )
-    monkeypatch.setattr("shoal.jobs.job_module._is_library", lambda path: "/library/" in path or "/json/" in path)
+    monkeypatch.setattr("shoal.jobs.job_file._is_library", lambda path: "/library/" in path or "/json/" in path)
     monkeypatch.syspath_prepend(str(library))
     with files_read() as found:
         import reading  # type: ignore[import-not-found]

@@ -12,8 +12,7 @@ import pytest
 
 from shoal.errors import JobFileError
 from shoal.jobs.differences import changed
-from shoal.jobs.job_file import load, parse_target
-from shoal.jobs.job_module import JobModule, code, split_target
+from shoal.jobs.job_file import JobModule, code, load, parse_target, split_target
 
 JOB = """
 import shoal
