@@ -130,7 +130,7 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
 
     records: list[Any] = []
     around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
-    with open_mesh(environment, plan.degrees) as mesh:
+    with open_mesh(environment, plan.layout) as mesh:
         meter = StepMeter()
         engine = build(made, plan, mesh, Options(telemetry=False, observer=meter))
         try:
@@ -189,7 +189,7 @@ def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.training.setup.engine import Options, build
 
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
-    with open_mesh(environment, plan.degrees) as mesh:
+    with open_mesh(environment, plan.layout) as mesh:
         engine = build(made, plan, mesh, Options(telemetry=False, eval_samples=1))
         try:
             outcome = engine.trainer(None, TIMED_STEPS, around, RecordWriter(None)).train()

@@ -183,7 +183,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
     plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": options.all_reduce})
     plan = plan.with_sections(memory={"shared": options.one_copy})
     plan = judged(job, plan).plan
-    with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
+    with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.layout) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder), chooses_format=options.choose_format))
         writer = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
 

@@ -46,7 +46,7 @@ from benchmarks.gpu_step import (
 from shoal.errors import PlanError
 from shoal.hardware import cluster
 from shoal.planner.profile.profiles import profile
-from shoal.plans.plan import LayoutSection, Plan, PrecisionSection, ShardSection, plan_text
+from shoal.plans.plan import Layout, Plan, PrecisionSection, ShardSection, plan_text
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_SECONDS = 120
@@ -285,12 +285,12 @@ def stale_streams(device: torch.device) -> str:
 
 
 LAYOUTS = {
-    "data": Plan(layout=LayoutSection(data=2)),
-    "ZeRO-1": Plan(layout=LayoutSection(shard=2), shard=ShardSection(level="optimizer")),
-    "ZeRO-2": Plan(layout=LayoutSection(shard=2), shard=ShardSection(level="gradients")),
-    "ZeRO-3": Plan(layout=LayoutSection(shard=2), shard=ShardSection(level="parameters")),
-    "tensor": Plan(layout=LayoutSection(tensor=2)),
-    "pipeline": Plan(layout=LayoutSection(pipeline=2)),
+    "data": Plan(layout=Layout(data=2)),
+    "ZeRO-1": Plan(layout=Layout(shard=2), shard=ShardSection(level="optimizer")),
+    "ZeRO-2": Plan(layout=Layout(shard=2), shard=ShardSection(level="gradients")),
+    "ZeRO-3": Plan(layout=Layout(shard=2), shard=ShardSection(level="parameters")),
+    "tensor": Plan(layout=Layout(tensor=2)),
+    "pipeline": Plan(layout=Layout(pipeline=2)),
 }
 
 

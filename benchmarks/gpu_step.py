@@ -256,7 +256,7 @@ def trained(
     execution = {**(loop.execution or {}), "channels_last": bool(loop.channels_last)}
     base = shoal.Plan().with_sections(execution=execution)
     plan = judged(job, apply_wishes(base, Wishes(precision="bf16" if loop.half else None), from_file=False)).plan
-    with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
+    with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.layout) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder), chooses_format=loop.channels_last is None))
         writer = RecordWriter(Path(folder) / "records.jsonl")
         engine.trainer(None, num_steps, Surroundings(notes.append, on_step, lambda: False), writer).train()

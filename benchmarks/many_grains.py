@@ -139,7 +139,7 @@ def measured(kind: str, mode: str, folder: Path) -> dict[int, list[float]]:
 
     def work(environment: Environment) -> None:
         prepare_process(mode == "exact", 1)
-        with open_mesh(environment, plan.degrees) as mesh:
+        with open_mesh(environment, plan.layout) as mesh:
             turns = {grains: Turns(kind, grains, plan, mesh) for grains in GRAINS[mode]}
             for one in turns.values():
                 one.start()

@@ -124,7 +124,7 @@ class InTurn:
 def measure(job: shoal.Job, blocks: int) -> dict[str, list[Seconds]]:
     """Seconds of a step in each block, of the trainer's and of the bare loops'; the first blocks are left out."""
     plan = judged(job, shoal.Plan()).plan
-    with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
+    with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.layout) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl")
         turns = InTurn({"leanest": bare(job, by_number(job)), "ordinary": bare(job, loaded(job))})

@@ -155,7 +155,7 @@ def of_each_rank(whole: Plan, jobs: Sequence[shoal.Job], look: Look, *, lean: bo
         prepare_process(exact=False, num_threads=1)
         if lean:
             return_freed_memory()
-        with open_mesh(environment, whole.degrees) as mesh:
+        with open_mesh(environment, whole.layout) as mesh:
             # What the small ones load and keep is no part of what the last one needs.
             *_, told = [look(made, plan, mesh) for made, plan in zip(jobs, plans, strict=True)]
             (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told), encoding="utf-8")

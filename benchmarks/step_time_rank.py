@@ -116,7 +116,7 @@ def shoal_training(name: str, turns: Turns) -> None:
     assert environment is not None
     job = lenet_job.job(batch=256, eval_samples=256) if name == "lenet" else gpt_job.job(batch=32, steps=1000)
     plan = judged(job, apply_wishes(shoal.Plan(), Wishes(devices=2), from_file=False)).plan
-    with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
+    with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.layout) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = SwitchedWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
 

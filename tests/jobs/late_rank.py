@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
-from shoal.plans.plan import LayoutSection, PipelineSection, Plan, PrecisionSection, ShardSection
+from shoal.plans.plan import Layout, PipelineSection, Plan, PrecisionSection, ShardSection
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import RunControl
 
@@ -206,11 +206,11 @@ def main() -> None:
     layout, level, names = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
     split = tuple(f"blocks.{number}" for number in range(1, layout.get("pipeline", 1)))
     precision = PrecisionSection(reduce=layout.pop("reduce", "float32"))
-    section, sharding = LayoutSection(**layout), ShardSection(level=level)
+    section, sharding = Layout(**layout), ShardSection(level=level)
     plan = Plan(layout=section, shard=sharding, pipeline=PipelineSection(split=split), precision=precision)
     divided = level != "optimizer" or bool(layout.keys() - {"data", "shard"})
     port = int(os.environ["MASTER_PORT"])
-    with open_mesh(Environment(RANK, WORLD_SIZE, RANK, WORLD_SIZE, port=port), plan.degrees) as mesh:
+    with open_mesh(Environment(RANK, WORLD_SIZE, RANK, WORLD_SIZE, port=port), plan.layout) as mesh:
         for name in names:
             for late in (False, True):
                 found = divided_cases(57 if "shard" in layout else 49, len(split) + 1) if divided else cases()

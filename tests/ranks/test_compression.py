@@ -89,7 +89,7 @@ def trained(
         records: list[shoal.runs.records.StepRecord] = []
         notes: list[str] = []
         around = Surroundings(notes.append, lambda record, rank: records.append(record), lambda: False)
-        with open_mesh(environment, complete_plan.degrees) as mesh:
+        with open_mesh(environment, complete_plan.layout) as mesh:
             engine = build(job, complete_plan, mesh, Options(checkpoints=checkpoints, telemetry=False))
             try:
                 state, complaints = engine.load()
@@ -113,9 +113,9 @@ def trained(
             finally:
                 engine.close()
 
-    with forked(complete_plan.degrees.world_size, work, folder) as wait:
+    with forked(complete_plan.layout.world_size, work, folder) as wait:
         wait()
-    ranks = range(complete_plan.degrees.world_size)
+    ranks = range(complete_plan.layout.world_size)
     return [Trained(**json.loads((folder / f"told-{rank}.json").read_text())) for rank in ranks]
 
 

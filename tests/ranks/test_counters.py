@@ -120,7 +120,7 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
 
     def work(environment: Environment) -> None:
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
-        with open_mesh(environment, plan.degrees) as mesh:
+        with open_mesh(environment, plan.layout) as mesh:
             meter = StepMeter()
             engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
             try:
@@ -137,9 +137,9 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
                 meter.close()
                 engine.close()
 
-    with forked(plan.degrees.world_size, work, folder) as wait:
+    with forked(plan.layout.world_size, work, folder) as wait:
         wait()
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(plan.degrees.world_size)]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(plan.layout.world_size)]
 
 
 @parametrize(
@@ -286,7 +286,7 @@ def test_what_autograd_keeps_is_what_the_plan_said(name: str, tmp_path: Path) ->
     job = gpt() if name == "tensor" else transformer(optimizer=adamw, model=partial(Transformer, blocks=4))
     plan = judged(job, shoal.Plan().with_sections(**sections)).plan
     work = Workload(profile_job(job, plan, device="cpu"), job.global_batch, with_grains(job).num_grains)
-    said = section(predict(plan, work, cluster(plan.degrees.world_size)), {"device_kind": "cpu"})
+    said = section(predict(plan, work, cluster(plan.layout.world_size)), {"device_kind": "cpu"})
     for told in measured(job, {**sections, "prediction": said}, tmp_path / "ranks"):
         found, wanted = told["measured"]["memory"], told["predicted"]["memory"]
         assert found["activations"] == pytest.approx(wanted["activations"], rel=off, abs=0)

@@ -350,7 +350,7 @@ def in_ranks(made: shoal.Job, sections: dict[str, dict[str, Any]], folder: Path)
     def work(environment: Environment) -> None:
         records: list[StepRecord] = []
         around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
-        with open_mesh(environment, plan.degrees) as mesh:
+        with open_mesh(environment, plan.layout) as mesh:
             engine = build(made, plan, mesh, Options(telemetry=False))
             try:
                 engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
@@ -365,7 +365,7 @@ def in_ranks(made: shoal.Job, sections: dict[str, dict[str, Any]], folder: Path)
                 told = [[r.loss for r in records], [r.grad_norm for r in records]]
                 (folder / "told.json").write_text(json.dumps(told))
 
-    with forked(plan.degrees.world_size, work, folder) as wait:
+    with forked(plan.layout.world_size, work, folder) as wait:
         wait()
     losses, norms = json.loads((folder / "told.json").read_text())
     return Trained(losses, norms, load_file(folder / "weights.safetensors"))

@@ -127,7 +127,7 @@ def in_ranks(
         made = job()
         wanted = judged(made, shoal.Plan().with_sections(layout={"data": ranks}, **sections)).plan
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False, evaluate_every=2)
-        with open_mesh(environment, wanted.degrees) as mesh:
+        with open_mesh(environment, wanted.layout) as mesh:
             engine = build(made, wanted, mesh, Options(telemetry=False, callbacks=made.callbacks, **options))
             try:
                 engine.trainer(None, steps, around, RecordWriter(None)).train()
@@ -168,7 +168,7 @@ class Kinds(nn.Module):
 
 def test_shared_memory_keeps_what_parameters_are(tmp_path: Path) -> None:
     def work(environment: Environment) -> None:
-        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).degrees) as mesh:
+        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).layout) as mesh:
             torch.manual_seed(mesh.rank)  # rank 0's values are everybody's
             model, collective = Kinds(), open_shared(mesh)
             shapes = [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in model.parameters()]
@@ -185,7 +185,7 @@ def test_shared_memory_keeps_what_parameters_are(tmp_path: Path) -> None:
 
 def test_what_a_rank_writes_is_its_own_until_it_publishes(tmp_path: Path) -> None:
     def work(environment: Environment) -> None:
-        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).degrees) as mesh:
+        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).layout) as mesh:
             model, collective = nn.Linear(600, 3), open_shared(mesh)
             shared = SharedParameters(model, collective)
             first = [p.detach().clone() for p in model.parameters()]

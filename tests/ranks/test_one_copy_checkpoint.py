@@ -50,7 +50,7 @@ def in_ranks(
         wanted = judged(made, shoal.Plan().with_sections(layout={"data": 2}, **sections)).plan
         around = Surroundings(lambda line: None, how.get("on_step", lambda record, rank: None), lambda: False)
         options = Options(telemetry=False, checkpoints=folder / "checkpoints", checkpoint_every=how.get("every"))
-        with open_mesh(environment, wanted.degrees) as mesh:
+        with open_mesh(environment, wanted.layout) as mesh:
             engine = build(made, wanted, mesh, options)
             try:
                 before(engine)

@@ -89,7 +89,7 @@ def in_ranks(
         sections: dict[str, Any] = {"layout": layout, "shard": {"level": level}}
         wanted = judged(made, shoal.Plan().with_sections(**sections)).plan
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
-        with open_mesh(environment, wanted.degrees) as mesh:
+        with open_mesh(environment, wanted.layout) as mesh:
             engine = build(made, wanted, mesh, Options(telemetry=False))
             try:
                 engine.trainer(None, steps, around, RecordWriter(None)).train()

@@ -62,7 +62,7 @@ def test_verified(devices: int, convolutional: bool) -> None:
 @pytest.mark.parametrize("layout", [{"data": 3}, {"shard": 3}, {"data": 2, "shard": 2}])
 def test_a_plan_of_ones_own_is_verified(layout: dict[str, int]) -> None:
     plan = shoal.Plan().with_sections(layout=layout, shard={"level": "optimizer"})
-    verdict = shoal.verify_session(partial(train, plan=plan), plan.degrees.world_size)
+    verdict = shoal.verify_session(partial(train, plan=plan), plan.layout.world_size)
     assert verdict.verified, verdict.render()
 
 

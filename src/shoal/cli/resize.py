@@ -48,7 +48,7 @@ def resize(options: ResizeOptions) -> ExitCode:
     plan = read_plan(directory.plan)
     # The run's own GPUs, which this command may not see. If their number is unknown, the run itself checks.
     with_processes(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
-    if plan.degrees.world_size == options.devices:
+    if plan.layout.world_size == options.devices:
         print(f"{options.run} trains on {_processes(options.devices)} already")
         return ExitCode.DONE
     directory.request_resize(options.devices)

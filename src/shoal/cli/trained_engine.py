@@ -154,7 +154,7 @@ def trained_engine(
     plan = request.plan(devices)
     prepare_process(plan.execution.exact, max(1, cores() // environment.local_world_size))
     job = with_data or request.loaded_job.job
-    with open_mesh(environment, plan.degrees) as mesh:
+    with open_mesh(environment, plan.layout) as mesh:
         judgement = decided_by_rank_0(mesh, Judged, lambda: judged(job, plan))
         ready = together(mesh, lambda: with_judged_grains(judgement, job))
         engine = build(ready, judgement.plan, mesh, Options(telemetry=False, take_workers=True))

@@ -172,7 +172,7 @@ CONFLICTS: tuple[Rule, ...] = (
         'precision.reduce = "float32" (collectives.compression = "bfloat16" or "float16" sends 16 bits)',
     ),
     Rule(
-        lambda plan: plan.collectives.compression == "int8" and plan.degrees.divides_grains > MOST_INT8_RANKS,
+        lambda plan: plan.collectives.compression == "int8" and plan.layout.divides_grains > MOST_INT8_RANKS,
         ("collectives.compression", "layout.data", "layout.shard"),
         f"sums of all ranks have to fit in 8 bits, and with more than {MOST_INT8_RANKS} each has fewer than 4 levels",
         f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
@@ -345,12 +345,12 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
     ),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
-    Idle(lambda plan: plan.degrees.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
-    Idle(lambda plan: plan.degrees.divides_grains == 1, ("memory.shared",), "there are no two ranks with the same"),
+    Idle(lambda plan: plan.layout.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
+    Idle(lambda plan: plan.layout.divides_grains == 1, ("memory.shared",), "there are no two ranks with the same"),
     Idle(
         # The tensor axis also uses shared_memory, but none of the other algorithms.
         lambda plan: (
-            plan.degrees.divides_grains == 1
+            plan.layout.divides_grains == 1
             and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
         ),
         ("collectives.all_reduce",),
@@ -473,7 +473,7 @@ def refuse(conflicts: list[Conflict]) -> None:
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield the drawbacks of a legal layout, first those that the job's grains cause."""
-    pipeline, ranks, counts = plan.layout.pipeline, plan.degrees.divides_grains, num_microbatches(plan, facts)
+    pipeline, ranks, counts = plan.layout.pipeline, plan.layout.divides_grains, num_microbatches(plan, facts)
     waits = _bubble(pipeline, min(counts))
     # Stages wait because a microbatch is a single grain of several samples.
     if plan.batch.grains_per_microbatch == 1 and facts.grain_size > 1 and waits > _MUCH_BUBBLE:
@@ -555,7 +555,7 @@ def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
 
 def other_world(plan: Plan, world: World) -> list[Conflict]:
     """Return the conflict between the product of the degrees and the number of processes, if they differ."""
-    layout = plan.degrees
+    layout = plan.layout
     if layout.world_size == world.size:
         return []
     used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}

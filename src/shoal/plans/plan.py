@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -28,24 +27,41 @@ class Coordinate(NamedTuple):
     tensor: int
 
 
-@dataclass(frozen=True)
-class Layout:
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))
+
+
+SCHEMA: Literal[1] = 1
+Dtype = Literal["float32", "bfloat16", "float16"]
+Degree = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def trusted_copy(self, values: Mapping[str, Any]) -> Self:
+        """Return the copy that `model_copy` makes with these values, but faster: a search makes very many copies."""
+        copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
+        if not fields_set >= values.keys():
+            fields_set = fields_set | values.keys()
+        object.__setattr__(copied, "__dict__", {**self.__dict__, **values})
+        object.__setattr__(copied, "__pydantic_fields_set__", fields_set)
+        object.__setattr__(copied, "__pydantic_extra__", None)
+        object.__setattr__(copied, "__pydantic_private__", None)
+        return copied
+
+
+class Layout(_Section):
     """Degrees of the mesh axes, each at least 1; their product is the world size."""
 
-    data: int = 1
-    shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-
-    def __post_init__(self) -> None:
-        bad = {k: v for k, v in vars(self).items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
-        if bad:
-            raise PlanError(
-                given="layout: " + ", ".join(f"{k} = {v!r}" for k, v in bad.items()),
-                conflict="a degree counts processes along an axis: an integer of at least 1",
-                remedy="write 1 for an axis that is not used",
-            )
+    data: Degree = 1
+    shard: Degree = 1
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    context: Degree = 1
 
     @property
     def world_size(self) -> int:
@@ -90,48 +106,6 @@ class Layout:
     def shares_grains(self) -> int:
         """Number of ranks that compute the same grains together: the product of the other degrees."""
         return self.tensor * self.pipeline * self.context
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors of a number, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return (*small, *(number // d for d in reversed(small) if d * d != number))
-
-
-SCHEMA: Literal[1] = 1
-Dtype = Literal["float32", "bfloat16", "float16"]
-Degree = Annotated[int, Field(ge=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    def trusted_copy(self, values: Mapping[str, Any]) -> Self:
-        """Return the copy that `model_copy` makes with these values, but faster: a search makes very many copies."""
-        copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
-        if not fields_set >= values.keys():
-            fields_set = fields_set | values.keys()
-        object.__setattr__(copied, "__dict__", {**self.__dict__, **values})
-        object.__setattr__(copied, "__pydantic_fields_set__", fields_set)
-        object.__setattr__(copied, "__pydantic_extra__", None)
-        object.__setattr__(copied, "__pydantic_private__", None)
-        return copied
-
-
-class LayoutSection(_Section):
-    """Degrees of the mesh axes; their product is the world size."""
-
-    data: Degree = 1
-    shard: Degree = 1
-    tensor: Degree = 1
-    pipeline: Degree = 1
-    context: Degree = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.data * self.shard * self.tensor * self.pipeline * self.context
 
 
 class BatchSection(_Section):
@@ -241,7 +215,7 @@ class Plan(_Section):
     """Parallel layout of a job: complete, written as TOML, never an input to the maths."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = SCHEMA
-    layout: LayoutSection = LayoutSection()
+    layout: Layout = Layout()
     batch: BatchSection = BatchSection()
     shard: ShardSection = ShardSection()
     tensor: TensorSection = TensorSection()
@@ -256,12 +230,6 @@ class Plan(_Section):
     prediction: Annotated[dict[str, Any], AfterValidator(_compared)] = Field(default_factory=dict)
 
     @property
-    def degrees(self) -> Layout:
-        """The mesh degrees as a Layout."""
-        at = self.layout
-        return Layout(at.data, at.shard, at.tensor, at.pipeline, at.context)
-
-    @property
     def shards_model(self) -> bool:
         """True if gradients, and possibly parameters, are divided over the shard axis."""
         return self.layout.shard > 1 and self.shard.level != "optimizer"
@@ -269,17 +237,17 @@ class Plan(_Section):
     @property
     def divides_model(self) -> bool:
         """True if each rank has only a part of the model."""
-        return self.shards_model or self.degrees.shares_grains > 1
+        return self.shards_model or self.layout.shares_grains > 1
 
     @property
     def shares_memory(self) -> bool:
         """True if the ranks share one copy of the parameters in memory."""
-        return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
+        return self.memory.shared and not self.serves and self.layout.divides_grains > 1
 
     @property
     def num_owners(self) -> int:
         """Number of ranks that divide the optimizer's state of a whole model, and a shared copy of the parameters."""
-        return self.degrees.divides_grains if self.shares_memory else self.layout.shard
+        return self.layout.divides_grains if self.shares_memory else self.layout.shard
 
     @property
     def serves(self) -> bool:
@@ -289,12 +257,12 @@ class Plan(_Section):
     @property
     def num_processes(self) -> int:
         """Number of processes: the ranks of the layout and, with servers, the servers and the conductor."""
-        return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
+        return self.layout.world_size + (1 + self.server.num_servers if self.serves else 0)
 
     @property
     def divides_step(self) -> int:
         """Number of ranks that divide the grains of one step; a worker that runs ahead computes all of them."""
-        return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
+        return 1 if self.server.mode in ("bounded", "asynchronous") else self.layout.divides_grains
 
     @property
     def uncompressed(self) -> Self:

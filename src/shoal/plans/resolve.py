@@ -23,7 +23,7 @@ from shoal.plans.legal import (
 from shoal.plans.plan import (
     AXES,
     DataSection,
-    LayoutSection,
+    Layout,
     PipelineSection,
     Plan,
     ServerSection,
@@ -100,7 +100,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
     microbatches and stages of other degrees become open, and settings of unused axes are dropped. The facts of the job
     decide later whether its model allows the degrees.
     """
-    old = plan.degrees
+    old = plan.layout
     if devices == old.world_size:
         return plan
     rest = old.world_size // old.data
@@ -132,7 +132,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
     if plan.layout.pipeline != degrees["pipeline"] > 1:
         sections["pipeline"] = plan.pipeline.model_copy(update={"split": ()})
     batch = plan.batch.model_copy(update={"grains_per_microbatch": 0})
-    return plan.model_copy(update={"layout": LayoutSection(**degrees), "batch": batch, **sections})
+    return plan.model_copy(update={"layout": Layout(**degrees), "batch": batch, **sections})
 
 
 class CompletePlan(Plan):
@@ -144,7 +144,7 @@ class CompletePlan(Plan):
     @property
     def alone(self) -> Self:
         """The same plan on one process, without servers."""
-        return self.model_copy(update={"layout": LayoutSection(), "server": ServerSection()})
+        return self.model_copy(update={"layout": Layout(), "server": ServerSection()})
 
     def with_choices(
         self, *, workers: int | None = None, channels_last: bool | None = None, shared: bool | None = None

@@ -41,7 +41,7 @@ class What:
         Loading the job costs a launcher the import of torch, two of the three seconds of a first step. With servers,
         rank 0 has no mesh to distribute the completed plan.
         """
-        layout = self.plan.degrees
+        layout = self.plan.layout
         if layout.shares_grains > 1 or self.plan.serves:
             return True
         ranks = layout.divides_grains
@@ -182,7 +182,7 @@ class RunRequest:
         if not self._chooses_sums():
             return self
         plan = self.what.plan
-        name = all_reduce_here(plan.degrees.divides_grains)
+        name = all_reduce_here(plan.layout.divides_grains)
         if plan.execution.exact and name != "shared_memory":  # exact needs shared memory or sockets
             name = plan.collectives.all_reduce
         alike = plan.layout.data == plan.layout.world_size
@@ -199,7 +199,7 @@ class RunRequest:
         return [f"gradients are summed over sockets (native): {why}"] if why else []
 
     def _chooses_sums(self) -> bool:
-        origin, ranks = self.origin("collectives.all_reduce"), self.what.plan.degrees.divides_grains
+        origin, ranks = self.origin("collectives.all_reduce"), self.what.plan.layout.divides_grains
         return origin in (Origin.DEFAULT, Origin.CHOSEN) and ranks > 1
 
 
@@ -255,7 +255,7 @@ def with_processes(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) 
     `gpus`: number of GPUs that the run sees, 0 if it uses none.
     Raises: PlanError with the conflicts.
     """
-    rest, given = plan.degrees.world_size // plan.layout.data, f"{devices} processes"
+    rest, given = plan.layout.world_size // plan.layout.data, f"{devices} processes"
     conflict = None
     if plan.serves:
         conflict = "a run with parameter servers keeps its number of workers"
@@ -267,7 +267,7 @@ def with_processes(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) 
         remedy = "stop the run, and go on with another plan: shoal run ... --resume --plan"
         raise PlanError(given=given, conflict=conflict, remedy=remedy)
     new_plan, grains = relaid(plan, devices), job.get("grains")
-    if isinstance(grains, int) and grains > 0 and new_plan.degrees.divides_grains > grains:
+    if isinstance(grains, int) and grains > 0 and new_plan.layout.divides_grains > grains:
         facts = ModelFacts(grains, -(-int(job.get("global_batch", grains)) // grains))
         refuse(conflicts(new_plan, facts))
     refuse(conflicts(new_plan))

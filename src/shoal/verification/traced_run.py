@@ -93,7 +93,7 @@ def trace_rank(
     """
     notes: list[str] = []
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
-    samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)
+    samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.layout.divides_grains + 1)
     if job.on_nonfinite == "rollback":  # there is no checkpoint to restore
         job = replace(job, on_nonfinite="skip")
     if plan.serves:
@@ -113,7 +113,7 @@ def trace_rank(
             crew = opened.enter_context(Members(environment, plan.server.num_servers, identity(job, plan)))
             mesh, recorder = alone(torch.device("cpu")), _ConductorRecorder(folder / _CONDUCTOR, job)
         else:
-            mesh = opened.enter_context(open_mesh(environment, plan.degrees))
+            mesh = opened.enter_context(open_mesh(environment, plan.layout))
             recorder = TraceRecorder(folder, mesh.rank)
         drawn = has_drawn_since_loading()
         options = replace(options, telemetry=False, eval_samples=samples, observer=recorder)
@@ -144,7 +144,7 @@ def trace_rank(
             asdict(
                 Traced(
                     num_steps=outcome.state.step,
-                    world_size=engine.plan.degrees.world_size,
+                    world_size=engine.plan.layout.world_size,
                     metrics=outcome.metrics,
                     eval_samples=outcome.eval_samples,
                     most_eval_samples=samples,

@@ -356,7 +356,7 @@ EXCLUDED += [
 
 @pytest.mark.parametrize(("plan", "given", "remedy"), EXCLUDED)
 def test_settings_that_exclude_each_other(plan: Plan, given: str, remedy: str) -> None:
-    fits = plan.degrees.divides_grains <= GPT.num_grains
+    fits = plan.layout.divides_grains <= GPT.num_grains
     for facts in (None, GPT) if fits else (None,):
         error = refused(plan, facts)
         assert given in error.given
@@ -431,7 +431,7 @@ def test_a_tensor_axis_alone_sums_through_shared_memory() -> None:
 # ------------------------------------------------------------------------------------------------------ numbers
 
 degrees = st.integers(1, 6)
-layouts = st.builds(Layout, degrees, degrees, degrees, degrees, degrees)
+layouts = st.builds(Layout, **dict.fromkeys(AXES, degrees))
 
 
 @given(st.integers(0, 50), st.sets(st.integers(0, 50), min_size=1))

@@ -96,7 +96,7 @@ def test_a_density_that_saves_nothing_is_noted(density: float, ranks: int, noted
 
 def test_the_processes_of_a_plan() -> None:
     plan = served(server={"num_servers": 2})
-    assert (plan.degrees.world_size, plan.num_processes) == (4, 7)
+    assert (plan.layout.world_size, plan.num_processes) == (4, 7)
     assert Plan().num_processes == 1
 
 

@@ -132,9 +132,9 @@ def test_a_plan_is_frozen() -> None:
 def test_sections_are_replaced_in_part() -> None:
     plan = Plan().with_sections(layout={"data": 4}, execution={"exact": True})
     changed = plan.with_sections(layout={"shard": 2})
-    assert changed.degrees == Layout(data=4, shard=2)
+    assert changed.layout == Layout(data=4, shard=2)
     assert changed.execution.exact
-    assert plan.degrees == Layout(data=4)
+    assert plan.layout == Layout(data=4)
     with pytest.raises(PlanError, match="unknown key"):
         plan.with_sections(layout={"datum": 1})
 

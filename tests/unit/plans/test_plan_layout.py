@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plans.plan import AXES, Coordinate, Layout
+from shoal.plans.plan import AXES, Coordinate, Layout, Plan
 
 
 @st.composite
@@ -53,6 +53,6 @@ def test_what_is_outside_the_world_is_refused() -> None:
 @pytest.mark.parametrize("degree", [0, -1, True, 2.0, "2"])
 def test_degrees_count_processes(degree: object) -> None:
     with pytest.raises(PlanError) as caught:
-        Layout(data=degree, tensor=0)  # type: ignore[arg-type]
+        Plan.from_mapping({"layout": {"data": degree, "tensor": 0}}, source="plan")
     assert f"data = {degree!r}" in caught.value.given
     assert "tensor = 0" in caught.value.given

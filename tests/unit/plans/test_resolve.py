@@ -178,5 +178,5 @@ def test_a_complete_plan_is_a_plan_of_its_own_kind() -> None:
         type(plan) is type(plan.uncompressed) is type(plan.alone) is type(plan.with_choices(workers=2)) is CompletePlan
     )
     assert plan.uncompressed == complete(of(layout={"data": 2}), 8, 4)
-    assert (plan.alone.degrees.world_size, plan.with_choices(workers=2).data.workers) == (1, 2)
+    assert (plan.alone.layout.world_size, plan.with_choices(workers=2).data.workers) == (1, 2)
     assert type(plan.with_sections(layout={"data": 4})) is Plan  # another, which nobody has judged

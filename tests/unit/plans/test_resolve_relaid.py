@@ -43,7 +43,7 @@ def test_degrees(layout: dict[str, int], devices: int, wanted: dict[str, int]) -
 @pytest.mark.parametrize("devices", range(1, 25))
 def test_the_product_is_the_number(devices: int) -> None:
     for layout in ({"shard": 4, "tensor": 2}, {"pipeline": 3, "data": 2}, {"context": 2, "shard": 3, "data": 2}):
-        found = relaid(plan(**layout), devices).degrees
+        found = relaid(plan(**layout), devices).layout
         assert found.world_size == devices
         used = {axis for axis, degree in layout.items() if degree > 1} | {"data"}
         assert math.prod(found.degree(axis) for axis in used) == devices

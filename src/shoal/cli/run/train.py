@@ -135,7 +135,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
-            with open_mesh(environment, request.what.plan.degrees) as mesh:
+            with open_mesh(environment, request.what.plan.layout) as mesh:
                 whole = together(mesh, loaded)
                 job, judged = whole.job, request.what.judged
                 if judged is None:
@@ -311,7 +311,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     )
     result.restarts, result.fence, result.call_began_at = request.restarts, request.where.fence, call_began_at(request)
     num_steps = request.course.steps or engine.order.num_steps
-    pace = Pace(first, num_steps, engine.plan.degrees.world_size)
+    pace = Pace(first, num_steps, engine.plan.layout.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
         initial = engine.initial_weights if state is None else None  # restarted ranks have the same options but a state
@@ -364,7 +364,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 resumed_from=first if state else 0 if request.course.resume else None,
                 restarts=request.restarts,
                 num_steps=num_steps,
-                world_size=engine.plan.degrees.world_size,
+                world_size=engine.plan.layout.world_size,
                 threads=torch.get_num_threads(),
                 cores=cores(),
                 evaluate_every=request.course.evaluate_every,
@@ -460,7 +460,7 @@ class Result:
             error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
             steps=state.step,
             samples=state.samples,
-            world_size=engine.plan.degrees.world_size,
+            world_size=engine.plan.layout.world_size,
             train_loss=state.loss,
             metrics={k: v if math.isfinite(v) else None for k, v in outcome.metrics.items()},
             eval_samples=outcome.eval_samples,
@@ -527,7 +527,7 @@ class Result:
                 status="failed",
                 steps=at.step,
                 samples=at.samples,
-                world_size=self.engine.plan.degrees.world_size,
+                world_size=self.engine.plan.layout.world_size,
                 train_loss=at.loss,
                 metrics={},
                 eval_samples=0,

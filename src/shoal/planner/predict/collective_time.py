@@ -20,7 +20,7 @@ from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
 from shoal.planner.predict.workload import ITEMSIZE, ModelPart
 from shoal.planner.profile.values import Body
 from shoal.plans.accounting.collectives import REPLICAS, WORLD, Array, Gradients, Sharding, SizedCollective
-from shoal.plans.plan import LayoutSection, Plan
+from shoal.plans.plan import Layout, Plan
 
 _MANY_BYTES = 1e15  # large enough that latencies are negligible
 
@@ -49,7 +49,7 @@ class Network:
         """Return the group of ranks r, r + stride, ... of an axis with `size` ranks."""
         return _group(size, stride, self.cluster.devices_per_host)
 
-    def axis(self, layout: LayoutSection, name: str) -> RankGroup:
+    def axis(self, layout: Layout, name: str) -> RankGroup:
         """Return the group with this name in the accounts: an axis of the layout, WORLD or REPLICAS."""
         inner = layout.tensor * layout.context
         if name == "shard":
@@ -212,7 +212,7 @@ class Accounts:
         return self._gradients[key]
 
     def sharding(
-        self, plan: Plan, layout: LayoutSection, part: ModelPart, microbatches: int = 1, *, rounds: bool = True
+        self, plan: Plan, layout: Layout, part: ModelPart, microbatches: int = 1, *, rounds: bool = True
     ) -> Sharding:
         """Return the units that fully_shard makes of a rank's part of the model: one per block, one for the rest."""
         precision, tensor = plan.precision, layout.tensor
@@ -243,7 +243,7 @@ class Accounts:
         )
 
 
-def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
+def price(network: Network, layout: Layout, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
     """Return the seconds of collectives without overlap."""
     collectives = list(sent)
     groups = {name: network.axis(layout, name) for name in {one.group for one in collectives}}
@@ -280,7 +280,7 @@ class ShardExchanges:
         self._units: dict[_ShardKey, list[_UnitSeconds]] = {}
         self._prices: dict[tuple[object, ...], _UnitSeconds] = {}
 
-    def exchanges(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> UnitExchanges:
+    def exchanges(self, plan: Plan, layout: Layout, part: ModelPart) -> UnitExchanges:
         """Return the exchanges of a rank with these units on that layout.
 
         The parameters outside of the blocks are gathered before all others, and their gradients are scattered last.
@@ -305,7 +305,7 @@ class ShardExchanges:
             )
         return self._exchanges[key]
 
-    def totals(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> tuple[float, float]:
+    def totals(self, plan: Plan, layout: Layout, part: ModelPart) -> tuple[float, float]:
         """Return the total seconds of the gathers before a forward and of all scatters: the sums of `exchanges`."""
         if not part.units:
             return 0.0, 0.0
@@ -319,11 +319,11 @@ class ShardExchanges:
         replicas = self._network.serving(key[-1], data)
         return gathers, scatters + sum(n * replicas.seconds("all_reduce", num_bytes, data) for num_bytes, n in sizes)
 
-    def _key(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> _ShardKey:
+    def _key(self, plan: Plan, layout: Layout, part: ModelPart) -> _ShardKey:
         widths, shard = (plan.precision.parameters, plan.precision.reduce), self._network.axis(layout, "shard")
         return part, widths, layout.tensor, shard, plan.collectives.all_reduce
 
-    def _on_shard(self, plan: Plan, layout: LayoutSection, part: ModelPart) -> list[_UnitSeconds]:
+    def _on_shard(self, plan: Plan, layout: Layout, part: ModelPart) -> list[_UnitSeconds]:
         """Return the exchanges of each unit on the shard axis."""
         key = self._key(plan, layout, part)
         if key not in self._units:

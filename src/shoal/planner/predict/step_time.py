@@ -114,7 +114,7 @@ class States:
             if plan.collectives.compression != "none" and plan.layout.world_size > 1:
                 sums = compression_buffers(gradients, plan)
             else:
-                sums = bucketed(gradients, plan.degrees, plan.collectives.all_reduce == "native")
+                sums = bucketed(gradients, plan.layout, plan.collectives.all_reduce == "native")
             key = id(gradients), owners
             if key not in self._owned:
                 arrays_of_owners = owned(gradients.parameters, owners)
@@ -286,7 +286,7 @@ class Exchanged:
                 yield [SizedCollective(REPLICAS, one.kind, one.num_bytes, one.count) for one in calls]
             return
         if program.own_buckets:
-            yield from ([one] for one in bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native"))
+            yield from ([one] for one in bucket_sums(gradients, plan.layout, plan.collectives.all_reduce == "native"))
             return
         kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
         num_bytes = gradients.numel * gradients.reduce_itemsize
@@ -473,7 +473,7 @@ class Exchanged:
         key = "broadcast", part, layout.tensor, group, layout.world_size, algorithm
         if key not in self._known:
             gradients = self.accounts.gradients(plan, part, on_cpu=False)
-            sent = (one for one in sharded_optimizer(gradients, plan.degrees) if one.group == "shard")
+            sent = (one for one in sharded_optimizer(gradients, plan.layout) if one.group == "shard")
             self._known[key] = price(self.network, layout, sent, algorithm)
         seconds: float = self._known[key]
         return agreed + seconds

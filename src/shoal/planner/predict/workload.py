@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.planner.profile.values import Amount, Body, Phase, Profile, Unit
-from shoal.plans.plan import LayoutSection
+from shoal.plans.plan import Layout
 
 ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 # Parts of a step's seconds. Their sum is the step.
@@ -204,7 +204,7 @@ class ErrorBar(NamedTuple):
     parameters: tuple[float, float]
 
 
-def likeness(device: str, parameters: float, layout: LayoutSection) -> Likeness:
+def likeness(device: str, parameters: float, layout: Layout) -> Likeness:
     """Return the group of a prediction for a model with this many parameters on a device of the catalogue."""
     family = re.split(r"[-_@ ]", device)[0].upper()
     size = next((name for most, name in _SIZES if parameters < most), "over 10 B parameters")

@@ -35,7 +35,7 @@ from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, excluded, fi
 from shoal.plans.plan import (
     BatchSection,
     CollectivesSection,
-    LayoutSection,
+    Layout,
     MemorySection,
     PipelineSection,
     Plan,
@@ -359,7 +359,7 @@ def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tupl
 
 
 @lru_cache(maxsize=65536)
-def layout_of(place: Degrees, shard: int) -> LayoutSection:
+def layout_of(place: Degrees, shard: int) -> Layout:
     """Return the layout of a place, with `shard` of the replicas along the shard axis."""
     return _ONE_DEVICE.trusted_copy({"data": place.replicas // shard, "shard": shard, **place.cut._asdict()})
 
@@ -379,7 +379,7 @@ def _section(kind: type[BaseModel], **values: Any) -> BaseModel:
     return kind.model_construct(**values)
 
 
-_ONE_DEVICE, _WAY = LayoutSection(), MicrobatchSchedule(1)
+_ONE_DEVICE, _WAY = Layout(), MicrobatchSchedule(1)
 _SHARDS = {level: _section(ShardSection, level=level) for level in LEVELS}
 
 

@@ -257,7 +257,7 @@ def compressed_calls(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> list[Coll
 
 def _buckets(gradients: Gradients, plan: Plan) -> Iterator[tuple[list[tuple[int, ...]], int, int]]:
     """Yield for each bucket the shapes and elements of its gradients, and the elements that travel uncompressed."""
-    for members, length in zip(gradients.groups, gradients.buckets(plan.degrees), strict=True):
+    for members, length in zip(gradients.groups, gradients.buckets(plan.layout), strict=True):
         shapes = [gradients.parameters[i].shape for i in members]
         numel = sum(map(prod, shapes))
         yield shapes, numel, length - numel
@@ -268,7 +268,7 @@ def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = Fals
     for bucket in compressed_buckets(gradients, plan, rank, sampled):
         yield from bucket
     if sampled:
-        wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
+        wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.layout.divides_grains)
         yield from wire.broadcast(NUM_COMPARED * 8)
 
 
@@ -276,7 +276,7 @@ def compressed_buckets(
     gradients: Gradients, plan: Plan, rank: int, sampled: bool = False
 ) -> Iterator[list[SizedCollective]]:
     """Yield the collectives of each bucket, as in `compressed`."""
-    wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
+    wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.layout.divides_grains)
     for shapes, numel, rest in _buckets(gradients, plan):
         exact = 1 + (plan.compression.feedback and plan.collectives.compression in FED_BACK) if sampled else 0
         beside = [CollectiveCall(rest, _FLOAT32)] if rest else []
@@ -335,7 +335,7 @@ class _Algorithm:
 
 def compression_buffers(gradients: Gradients, plan: Plan) -> int:
     """Return the bytes of compression's buffers: buckets, sent and received data, and residuals twice."""
-    scheme, ranks = plan.collectives.compression, plan.degrees.divides_grains
+    scheme, ranks = plan.collectives.compression, plan.layout.divides_grains
     native = plan.collectives.all_reduce == "native"
     total, scratch = 0, 0
 

@@ -59,7 +59,7 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     """Return messages and bytes of a step on `rank`, from agreement to update; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
-    layout, gradients, sharding = plan.degrees, described.gradients, described.sharding
+    layout, gradients, sharding = plan.layout, described.gradients, described.sharding
     if sharding is not None:
         summed = [*fully_sharded(sharding), sums(gradients, described.num_cut + NUM_ORDERS), norm()]
     elif plan.collectives.all_reduce == "hierarchical" and layout.world_size > 1:
@@ -89,7 +89,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     """Return the peak bytes on `rank` by category; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
-    layout, gradients, sharding, state = plan.degrees, described.gradients, described.sharding, described.state
+    layout, gradients, sharding, state = plan.layout, described.gradients, described.sharding, described.state
     if sharding is not None:
         trained = (array for unit in sharding.units for array in unit if array.trainable)
         rows = [cut(array, layout.coordinate(rank).shard, sharding.degree) for array in trained]

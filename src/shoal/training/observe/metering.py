@@ -139,7 +139,7 @@ def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
     """Describe this rank's measured step for the formulas."""
-    layout, division, rank, grains = plan.degrees, sharded_model.division, sharded_model.mesh.rank, list(shares.grains)
+    layout, division, rank, grains = plan.layout, sharded_model.division, sharded_model.mesh.rank, list(shares.grains)
     parts = [share(grains, part, layout.divides_grains) for part in range(layout.divides_grains)]
     places = [layout.coordinate(other) for other in range(layout.world_size)]
     part_of_rank = [place.data * layout.shard + place.shard for place in places]
@@ -198,7 +198,7 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
         return None
     if kind != kind_of(device):
         return None
-    return int(by_rank[plan.degrees.coordinate(rank).pipeline])
+    return int(by_rank[plan.layout.coordinate(rank).pipeline])
 
 
 def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, count: int) -> Sharding | None:

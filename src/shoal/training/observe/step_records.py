@@ -392,9 +392,9 @@ class StragglerWatch:
     """Watch over the slowest rank of each step, which reports each straggler once until it recovers."""
 
     def __init__(self, plan: Plan, num_grains: int) -> None:
-        ranks = plan.degrees.divides_grains
+        ranks = plan.layout.divides_grains
         # Off for pipelines, since stages differ in their layers, and for ranks without grains.
-        self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
+        self._is_on = plan.layout.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
         self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
         self._num_steps = 0

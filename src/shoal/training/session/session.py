@@ -123,7 +123,7 @@ class Session:
         _refuse_divided(plan)
         prepare_process(plan.execution.exact, num_threads=None)
         with contextlib.ExitStack() as opened:
-            self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
+            self.mesh = opened.enter_context(open_mesh(environment, plan.layout))
             hooks = {"callbacks": [type(callback).__name__ for callback in self.training.callbacks]}
             refuse_differences(self.mesh, {"plan": plan.to_mapping(), "job": self._job.describe()} | hooks)
             self.plan = plan

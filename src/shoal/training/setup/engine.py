@@ -125,7 +125,7 @@ class Engine(TrainingParts):
 
     def introduce_callbacks(self, num_steps: int, around: Surroundings) -> None:
         """Pass the facts about the run, which ends after `num_steps` steps, to the callbacks."""
-        known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
+        known = (self.job, self.plan, self.mesh.rank, self.plan.layout.world_size, num_steps)
         facts = RunFacts(*known, around.out, around.settings, around.description)
         build, optimizer = functools.partial(make_model, self.job), self.updater.optimizer
         self.callbacks.begin(facts, self.sharded_model, optimizer, build, note=around.note, events=around.events)

@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 
 from shoal.planner.predict.workload import ANY, FEWEST_ROWS, Likeness, error_bar, likeness, of_device
-from shoal.plans.plan import LayoutSection
+from shoal.plans.plan import Layout
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from shoal.plans.plan import LayoutSection
     ],
 )
 def test_what_rows_are_like(device, parameters, layout, expected):
-    assert likeness(device, parameters, LayoutSection(**layout)) == expected
+    assert likeness(device, parameters, Layout(**layout)) == expected
 
 
 def test_a_bar_is_of_the_narrowest_group_that_is_known():

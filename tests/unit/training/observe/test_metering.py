@@ -18,7 +18,7 @@ def of(prediction: dict[str, Any], pipeline: int = 2) -> Plan:
 
 def test_each_rank_has_that_of_its_stages() -> None:
     plan = of(TRACED)
-    found = {plan.degrees.coordinate(rank).pipeline: planned_activations(plan, "cpu", rank) for rank in range(4)}
+    found = {plan.layout.coordinate(rank).pipeline: planned_activations(plan, "cpu", rank) for rank in range(4)}
     assert found == {0: 300, 1: 200}
 
 
