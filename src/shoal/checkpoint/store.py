@@ -202,7 +202,10 @@ class Store:
     def commit(
         self, aside: str, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
     ) -> None:
-        """Write the manifest, rename the folder to its final name, and remove old checkpoints. Raises: OSError."""
+        """Write the manifest, rename the folder to its final name, and remove all but the newest `keep` checkpoints.
+
+        `best`: store this checkpoint as the best one too, which later commits do not remove. Raises: OSError.
+        """
         place, target = self.place, directory_name(step)
         content = json.dumps(document, sort_keys=True).encode()
         files = {**files, STATE_NAME: place.write(aside, STATE_NAME, content)}

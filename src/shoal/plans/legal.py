@@ -346,7 +346,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     ),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(lambda plan: plan.layout.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
-    Idle(lambda plan: plan.layout.divides_grains == 1, ("memory.shared",), "there are no two ranks with the same"),
+    Idle(lambda plan: plan.layout.divides_grains == 1, ("memory.shared",), "no two ranks have the same values"),
     Idle(
         # The tensor axis also uses shared_memory, but none of the other algorithms.
         lambda plan: (
@@ -545,7 +545,7 @@ def degrees_for(layout: Layout, world_size: int) -> list[str]:
 
 
 def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
-    """Return the nearest world sizes, below and above, that other data degrees of the layout reach."""
+    """Return the nearest world sizes below and above `world_size` that the layout reaches by a change of its data degree."""
     rest = layout.world_size // layout.data
     return neighbours(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
 

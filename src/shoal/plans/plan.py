@@ -370,11 +370,11 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(
             given=f"--plan {path}",
             conflict=f"the file cannot be read: {error.strerror}",
-            remedy="give the path of a plan, or leave --plan out and say --devices N",
+            remedy="give the path of a plan, or leave --plan out and write --devices N",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(
-            given=f"--plan {path}", conflict=f"it is not TOML: {error}", remedy="mend the file at that place"
+            given=f"--plan {path}", conflict=f"it is not TOML: {error}", remedy="correct the file at that place"
         ) from None
     document.setdefault("schema", SCHEMA)
     return Plan.from_mapping(document, source=str(path))

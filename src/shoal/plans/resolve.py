@@ -182,7 +182,8 @@ class Judged:
 def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> Judged:
     """Return the complete plan for a job and its model. One process calls it once per run.
 
-    `max_microbatch`: limit in samples; the microbatch gets as many whole grains as fit.
+    Default microbatch: all grains of a rank; one grain in exact mode; under a pipeline, the grains that fill it in the
+    fewest microbatches. `max_microbatch`: limit in samples; the microbatch gets as many whole grains as fit.
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     if plan.layout.data * plan.layout.shard <= facts.num_grains:  # otherwise the plan is refused anyway

@@ -19,7 +19,7 @@ _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 
 def render_report(page: ReportPage) -> str:
-    """Return the page as HTML, escaped, with a policy that forbids other scripts and all requests."""
+    """Return the page as escaped HTML. Its security policy allows only the page's own scripts, and no requests."""
     script = _text("uplot/uPlot.iife.min.js") + "\n" + _text("report.js")
     style = _text("uplot/uPlot.min.css") + "\n" + _text("report.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

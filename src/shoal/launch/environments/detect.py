@@ -80,7 +80,7 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
     if environment is not None and environment.num_to_start:
         raise LaunchError(
             given=f"{environment.num_to_start} ranks of this host ({environment.engine}), and one process",
-            conflict="this process is no rank, and does not start ranks",
+            conflict="this process is not a rank, and does not start ranks",
             remedy="start it with torchrun, which reads the same variables",
         )
     return environment
@@ -126,7 +126,7 @@ def _is_started(reader: EnvironmentReader, variables: Mapping[str, str]) -> bool
 
 
 def _agree(inner: Environment, outer: Environment, *, nested: bool) -> bool:
-    """Check whether the two environments agree, or `outer` started one launcher per host that spans these hosts."""
+    """Check that both environments name the same rank, or that `outer` started one launcher of `inner` on each host."""
     if outer.num_to_start:
         return (inner.world_size, inner.num_hosts) == (outer.world_size, outer.num_hosts)
     if (inner.rank, inner.world_size) == (outer.rank, outer.world_size):

@@ -28,8 +28,8 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     if ":" in variables.get(_HOSTS, "") or "PET_RDZV_ENDPOINT" in variables:
         raise LaunchError(
             given=f"{_HOSTS}={variables.get(_HOSTS, '')}",
-            conflict="how many pods there are is agreed on by torchrun's rendezvous",
-            remedy="let the pod's command be: torchrun -m shoal run JOBFILE",
+            conflict="the number of pods is not fixed: torchrun's rendezvous sets it when the pods start",
+            remedy="start the pods with the command: torchrun -m shoal run JOBFILE",
         )
     if _HOSTS not in variables:
         refuse_missing(variables, (_INDEX, _HOSTS), f"set {_HOSTS} to the number of pods: 1 where each is a run")

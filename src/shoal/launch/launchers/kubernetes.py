@@ -56,7 +56,7 @@ def start(submission: Submission, signals: Signals) -> int:
         began = older.get("metadata", {}).get("creationTimestamp", "")
         raise LaunchError(
             given=f"name={run.settings.name}",
-            conflict=f"{run.watched[0]} is there already, since {began}: a run that goes on, or one that has ended",
+            conflict=f"{run.watched[0]} is there already, since {began}; its run may still train or have ended",
             remedy=f"write another name=, or kubectl delete {run.watched[0]}; a new one goes on where its run "
             "directory is",
         )
@@ -200,7 +200,7 @@ class PodWatch:
                 raise LaunchError(
                     given=f"image={at.image}, pod {pod['metadata']['name']}",
                     conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
-                    remedy=f"{mend}; remove what waits with kubectl delete {self.run.watched[0]}",
+                    remedy=f"{mend}; remove the waiting run with kubectl delete {self.run.watched[0]}",
                 )
 
     def _show_logs(self, pods: list[dict[str, Any]]) -> None:

@@ -104,7 +104,7 @@ def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
         raise CommandError(
             given=f"--on mpi:{submission.options}",
             conflict=f"{path} is neither Open MPI's nor Hydra's: {said.strip()[:80]!r}",
-            remedy="name an mpirun of Open MPI, MPICH or Intel MPI",
+            remedy="give the path of an mpirun of Open MPI, MPICH or Intel MPI",
         )
     return _Mpirun(path, is_open_mpi), options[1:] if named else options
 
@@ -147,7 +147,7 @@ def _first_host(options: list[str]) -> str | None:
                 raise CommandError(
                     given=f"a host file {value}",
                     conflict=f"it cannot be read: {error}",
-                    remedy="give the file of hosts",
+                    remedy="give the path of a readable host file",
                 ) from None
             return next((words[0].partition(":")[0] for words in lines if words), None)
     return None

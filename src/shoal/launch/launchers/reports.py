@@ -40,7 +40,7 @@ class RankStart:
         return report | ({RESTARTS: str(self.number)} if self.number else {})
 
     def ends(self, host: str) -> list[EndedRank]:
-        """Return how the ranks ended, from their reports. `host`: the supposed host of the ranks without a report."""
+        """Return how the ranks ended, from their reports. `host`: named in the error of ranks without a report."""
         size = self.submission.num_processes
         reports = [self._read(_REPORT.format(rank)) for rank in range(size)]
         lost = [rank for rank, report in enumerate(reports) if report is None]
@@ -49,7 +49,7 @@ class RankStart:
             return rank_lost(
                 f"rank {', '.join(map(str, lost[:16]))} of {size}",
                 "it ended without a word",
-                "--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
+                "--resume continues from the newest checkpoint; look at the engine's own log and the host's memory",
                 rank=lost[0],
                 host=host,
             )
@@ -70,8 +70,8 @@ class RankStart:
         except OSError as error:
             raise StorageError(
                 given=f"{self.reports}/{name}",
-                conflict=f"how the ranks ended cannot be read there: {error}",
-                remedy="look at the run's records there; --resume goes on from its newest checkpoint",
+                conflict=f"the launcher cannot read there how the ranks ended: {error}",
+                remedy="look at the run's records there; --resume continues from its newest checkpoint",
             ) from error
 
 

@@ -70,7 +70,7 @@ def render(submission: Submission) -> Mapping[str, str]:
     if wrong:
         raise CommandError(
             given=f"--on slurm:{submission.options}",
-            conflict=f"{wrong[0]!r} is no option of sbatch",
+            conflict=f"{wrong[0]!r} is not an option of sbatch",
             remedy='write each as one word: --on "slurm:--partition=gpu --time=60"',
         )
     array = is_array(options)
@@ -182,9 +182,9 @@ def _slurm(*words: str) -> str:
         raise LaunchError(
             given=shlex.join(words),
             conflict=said,
-            remedy="start munged on this host, with the cluster's key: Slurm knows by it who asks"
+            remedy="start munged on this host with the cluster's key: Slurm authenticates users with it"
             if munge
-            else "mend what Slurm says; its options follow the colon of --on slurm:",
+            else "correct what Slurm reports; its options follow the colon of --on slurm:",
         )
     return ended.stdout
 

@@ -297,8 +297,8 @@ def named_hosts(words: Sequence[str]) -> dict[str, int]:
         if not name or name.startswith("-") or (slots and not slots.isdecimal()):
             raise CommandError(
                 given=given,
-                conflict=f"{text!r} is no host",
-                remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
+                conflict=f"{text!r} is not a host",
+                remedy="write a name that ssh accepts and its number of ranks: first:2,second:2",
             )
         if name in slots_of:
             twice.add(name)
@@ -339,8 +339,8 @@ class HostList:
         if left < len(open_hosts) or (not open_hosts and left):
             raise CommandError(
                 given=f"{wanted} processes on {len(slots_of)} hosts",
-                conflict=f"the hosts have {known} places" if not open_hosts else "each host has at least one",
-                remedy=f"write --devices {max(known + len(open_hosts), 1)}, say, or other numbers behind the hosts",
+                conflict=f"the hosts take {known} processes" if not open_hosts else "each host has at least one",
+                remedy=f"write --devices {max(known + len(open_hosts), 1)}, or other numbers after the hosts",
             )
         for number, name in enumerate(open_hosts):
             slots_of[name] = left // len(open_hosts) + (number < left % len(open_hosts))
@@ -416,6 +416,6 @@ def address_of(host: str, options: Sequence[str]) -> str:
     words = ["ssh", "-G", *options, "--", host]
     ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if ended.returncode:
-        raise LaunchError(given=shlex.join(words), conflict=ended.stderr.strip(), remedy="mend ssh's configuration")
+        raise LaunchError(given=shlex.join(words), conflict=ended.stderr.strip(), remedy="correct ssh's configuration")
     pairs = dict(line.partition(" ")[::2] for line in ended.stdout.splitlines())
     return pairs.get("hostname", host)

@@ -16,7 +16,7 @@ def render(submission: Submission) -> Mapping[str, str]:
         raise CommandError(
             given=f"--on local:{submission.options}",
             conflict="this host takes no options",
-            remedy="leave them out; --devices says how many processes",
+            remedy="leave them out; --devices sets the number of processes",
         )
     command = shlex.join(submission.command)
     ranks = range(submission.num_processes)

@@ -1,8 +1,8 @@
 """Parameter server: pushes of workers, and a server's shard of the parameters.
 
 A push contains gradients of some grains of one step, one sum per node: a worker's whole part, or in exact mode the
-nodes of the fixed tree that its grains fill. Its name (step, part) makes it count once, in any order and after any
-repetition. Its ticket grows each time the part is handed out again. Source of the idea: Li et al., Scaling Distributed
+nodes of the fixed tree that its grains fill. Its name (step, part) makes a server count it once, also if it arrives
+late or twice. Its ticket grows each time the part is handed out again. Source of the idea: Li et al., Scaling Distributed
 Machine Learning with the Parameter Server, OSDI 2014.
 """
 
@@ -118,7 +118,7 @@ def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[s
 
 
 class Ledger:
-    """Set of the applied steps, in any order: all below a number, and some above it."""
+    """Set of the applied steps: all below a number, and those above it that were applied early."""
 
     def __init__(self, first: int = 0) -> None:
         self._below, self._above = first, set[int]()
@@ -129,7 +129,7 @@ class Ledger:
     def add(self, step: int) -> None:
         """Add a step. Raises: ValueError if the set has it already, because the step would count twice."""
         if step in self:
-            raise ValueError(f"step {step} was applied before")
+            raise ValueError(f"step {step} is already applied")
         self._above.add(step)
         while self._below in self._above:
             self._above.remove(self._below)

@@ -68,8 +68,8 @@ class ParameterHooks:
     def call(self, parameters: Mapping[str, nn.Parameter], key: int) -> None:
         """Call the hooks of parameters with a gradient, under the seed `key`; the hooks may replace `.grad`.
 
-        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter. Collective: for a
-        parameter cut over ranks, the gathers of its gradient and value.
+        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter.
+        Collective: ranks with parts of a parameter gather its gradient and value.
         """
         with generators_kept():
             seed_everything(key)

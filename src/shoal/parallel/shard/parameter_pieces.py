@@ -38,7 +38,7 @@ def is_divisible(parameter: Tensor) -> bool:
 
 @dataclass(eq=False)
 class _Divided:
-    """Parameter that several ranks step, each a run of elements; `part` is this rank's run, or None."""
+    """Parameter whose elements several ranks update, each a contiguous range; `part` is this rank's range, or None."""
 
     whole: nn.Parameter
     bounds: tuple[int, int]

@@ -504,7 +504,7 @@ class FullySharded(AccumulatingStrategy):
             if "storage of size 0" not in str(error):
                 raise
             raise JobError(
-                given="a loss that uses a tensor from within a block, which is no output of the block",
+                given="a loss that uses a tensor from within a block, which is not an output of the block",
                 conflict='with shard.level = "parameters" a block\'s parameters are freed after its forward, and '
                 "gathered again for gradients of its outputs and of tensors that its modules have as attributes",
                 remedy="return the tensor from the block, or keep it as an attribute of the block (self.aux = ...); or "

@@ -77,7 +77,7 @@ def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[in
 
 
 def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
-    """Return True if a bucket of `num_bytes` is gathered and summed by each rank instead of all-reduced."""
+    """Return True if ranks gather a bucket of `num_bytes` and sum it themselves, instead of an all-reduce."""
     return on_cpu and num_bytes <= GATHER_BYTES and world_size <= GATHER_RANKS
 
 

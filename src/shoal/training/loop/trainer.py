@@ -198,7 +198,7 @@ class BetweenSteps:
         self._evaluated = None
 
     def conclude(self, state: RunState, status: str) -> Outcome:
-        """Save the last state of a run that is "completed" or "preempted"; evaluate it if it is completed.
+        """Save the last state of a run that is "completed" or, after a SIGTERM, "preempted"; evaluate a completed run.
 
         Raises: errors of the evaluation, after the checkpoint.
         Collective: all ranks.

@@ -20,7 +20,7 @@ Metrics = Sequence[tuple[int, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Run for a tracker: the user's place `where`, the run directory `out`, and settings, plan and job in `about`."""
+    """Run for a tracker. `where`: from `--track NAME:WHERE`. `out`: run directory. `about`: settings, plan and job."""
 
     where: str | None
     out: Path | None
@@ -69,7 +69,7 @@ class TensorBoard(Service):
 
 
 class MLflow(Service):
-    """A run of an MLflow experiment. WHERE is a tracking URI; default: MLFLOW_TRACKING_URI or MLflow's own default."""
+    """A run of an MLflow experiment. `where` is a tracking URI; default: MLFLOW_TRACKING_URI or MLflow's own."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         self._client, self._entities = (importlib.import_module(f"mlflow.{name}") for name in ("client", "entities"))
@@ -108,7 +108,7 @@ class MLflow(Service):
 
 
 class WeightsAndBiases(Service):
-    """A run of Weights & Biases. WHERE is a project; default: WANDB_PROJECT, or shoal. The package reads WANDB_*."""
+    """A run of Weights & Biases. `where` is a project; default: WANDB_PROJECT or "shoal". The package reads WANDB_*."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         known: dict[str, Any] = {"id": identity, "resume": "allow"} if identity is not None else {}
@@ -131,7 +131,7 @@ class WeightsAndBiases(Service):
 
 
 class Trackio(Service):
-    """A run of Trackio. WHERE is a project; default: TRACKIO_PROJECT, or shoal. The package reads TRACKIO_*."""
+    """A run of Trackio. `where` is a project; default: TRACKIO_PROJECT or "shoal". The package reads TRACKIO_*."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         project = run.where or os.environ.get("TRACKIO_PROJECT", "shoal")

@@ -36,8 +36,8 @@ def track(tracker: str, *, every: int = 1) -> Tracker:
     if not isinstance(every, int) or every < 1:
         raise JobError(
             given=f"track({tracker!r}, every={every!r})",
-            conflict="it counts steps, at least one",
-            remedy="write every=10, say",
+            conflict="every is a number of steps, at least one",
+            remedy="write for example every=10",
         )
     return Tracker(TrackerName.parse(tracker, f"track({tracker!r})"), every)
 

@@ -83,7 +83,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     if frozen:
         raise JobError(
             given=f"an optimizer function that sets requires_grad of {frozen[0]} to False",
-            conflict="what is trained is decided before the optimizer is made",
+            conflict="shoal fixes the trained parameters before it calls the optimizer function",
             remedy="freeze the parameter in model(); to train it later leave it as it is and give its group a learning "
             "rate of 0 for a while, or use a loop of your own with shoal.Session",
         )
@@ -157,7 +157,7 @@ def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedMode
     if cut is not None and kind is not None:
         raise JobError(
             given=f"optimizer {kind}, with {cut} cut over ranks",
-            conflict="it computes with a parameter as a whole, and on a part of it something else",
+            conflict="its step needs the whole parameter, and computes other values from a part",
             remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
         )
 
@@ -182,7 +182,7 @@ def refuse_served(optimizer: torch.optim.Optimizer) -> None:
         what = f"holds {' and '.join(within)}" if within else "has train() and eval()"
         raise JobError(
             given=f"optimizer {type(optimizer).__name__}, which {what}, with parameter servers",
-            conflict="each server steps an optimizer of some of the parameters, and gives back their state alone",
+            conflict="each server has an optimizer of some of the parameters, and returns only their state",
             remedy='write server.mode = "none", or one optimizer with parameter groups',
         )
 

@@ -1,4 +1,4 @@
-"""Schedule: a torch learning-rate scheduler as a job's schedule. The own warm-up is `jobs/job.py:WarmupCosine`."""
+"""Schedule: a torch learning-rate scheduler as a job's schedule. shoal's warm-up is `jobs/job.py:WarmupCosine`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Schedule:
             )
         if not isinstance(every, int) or every < 1:
             raise JobError(
-                given=f"Schedule(every={every!r})", conflict="it counts steps, at least one", remedy="write every=1"
+                given=f"Schedule(every={every!r})", conflict="every is a number of steps, at least one", remedy="write every=1"
             )
 
     def __call__(self, progress: float) -> float:

@@ -1,4 +1,4 @@
-"""Optimizer step from summed gradients, once a step: weight, loss scale, clipping, schedule and update.
+"""Optimizer step from summed gradients: division by weight and loss scale, clipping, schedule and update.
 
 Steps of torch's own optimizers use fused kernels, which a flag on the device can suppress (`masked`). On CPUs a
 `DirectStep` calls such a kernel without the overhead of `Optimizer.step`: SGD.step makes about sixty calls around it.
@@ -129,7 +129,10 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 
 @contextlib.contextmanager
 def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
-    """Do the same as `fused`, but steps change nothing if `good`, a bool [], is False. Requires `maskable`."""
+    """Use fused kernels as `fused` does, for steps that change nothing if `good`, a bool [], is False.
+
+    Requires `maskable`.
+    """
     scaled: Any = optimizer
     scaled.found_inf = good.logical_not().float()
     try:
@@ -141,7 +144,7 @@ def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
-    """Do the same as `masked`, for a capture in a CUDA graph. `rates`: float32 [] on the device, one for each group.
+    """Use fused kernels as `masked` does, for a capture in a CUDA graph. `rates`: float32 [] on the device, one for each group.
 
     torch's kernels read such a rate in each replay. A rate that is a number is a constant of the graph.
     """
@@ -425,7 +428,7 @@ class Stepper:
             raise UserCodeError(
                 given=f"schedule({float(progress):.4g}) = {multiplier}",
                 conflict="a schedule gives the learning rate's multiplier: finite and not negative",
-                remedy="mend the schedule, a function of progress in [0, 1]",
+                remedy="correct the schedule, a function of progress in [0, 1]",
             )
         return multiplier
 
@@ -443,7 +446,7 @@ class Stepper:
             raise JobError(
                 given=f"{type(self._optimizer).__name__} with {len(groups)} parameter groups, of {len(self._rates)} at "
                 "the start",
-                conflict="a job's schedule and checkpoints are of the groups that its optimizer function makes",
+                conflict="a job's schedule and checkpoints cover only the groups that its optimizer function makes",
                 remedy="make all groups there; a shoal.Session may add groups in its loop",
             )
         if self._scheduled is not None:
@@ -482,7 +485,7 @@ class Stepper:
         if any(is_trained != before.get(key, is_trained) for key, is_trained in self._trained()):
             raise JobError(
                 given=f"optimizer {type(self._optimizer).__name__}, whose step changes requires_grad of a parameter",
-                conflict="what a job trains is divided and summed over ranks as it is before the first step",
+                conflict="the trained parameters are divided and summed over ranks as they were before the first step",
                 remedy="leave requires_grad alone and give the parameter's group a learning rate of 0 for a while, or "
                 "set requires_grad in a loop of your own with shoal.Session",
             )
@@ -531,7 +534,7 @@ class Stepper:
         if before is not None and all_generators() != before:
             raise JobError(
                 given="an optimizer that draws random numbers, where ranks update different parts of a model",
-                conflict="what is drawn for one part would depend on the layout",
+                conflict="the random numbers for a part would depend on the layout",
                 remedy="use the data axis alone, or an optimizer without noise",
             )
 

@@ -177,9 +177,9 @@ def refuse_divided_steps(
     raise JobError(
         given=f"optimizer {type(optimizer).__name__}, with a layout in which "
         + (f"a rank has a part of {differing}" if one_by_one else "a rank updates a part of the parameters"),
-        conflict=f"a step changes {differing} otherwise if it has that part alone: "
-        + ("it computes with a parameter as a whole" if one_by_one else "it computes with all parameters together")
-        + ", by a norm or a product of matrices, say",
+        conflict=f"from that part alone a step computes other values of {differing}: it needs "
+        + ("the whole parameter" if one_by_one else "all parameters together")
+        + ", for example for a norm or a product of matrices",
         remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole'
         if one_by_one
         else 'use the data axis, one parameter server, or shard.level = "gradients" or "parameters"',
@@ -214,9 +214,9 @@ def refuse_read(
     if together(bool(read)):
         read = read or "a part of the model on another rank"
         raise JobError(
-            given=f"optimizer {trial.name}, whose step reads what a forward leaves in {read}",
-            conflict="it depends on which batches a process has computed, and so on the number of devices: ranks would "
-            "give a parameter different values",
+            given=f"optimizer {trial.name}, whose step reads {read}, which the model's forward changes",
+            conflict="the value depends on the batches that a process has computed, so ranks would update a parameter "
+            "differently",
             remedy="compute the value from the parameters, their gradients or the optimizer's state, which are the "
             "same on every layout, or set it in a callback after the step from a sum over all ranks",
         )

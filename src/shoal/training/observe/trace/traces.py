@@ -1,4 +1,6 @@
-"""Traces of steps: a step's tensors under logical names, from a parallel run or a reference; and their replay.
+"""Traces of steps: a step's tensors under logical names, from a parallel run or from the reference.
+
+`Replay` has the settings of a Session that computes the steps of another run's trace again.
 
 A tensor's key is PHASE/NAME. The phases follow the dataflow of a step.
 """
