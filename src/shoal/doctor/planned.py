@@ -45,7 +45,7 @@ class PlannedRun:
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted seconds of the run's own plan, close to the measured ones because they correct it."""
+        """Predicted seconds of the run's own plan, corrected by the measured seconds and therefore close to them."""
         return self.predicted(self.plan).step_seconds
 
     def gain(self, remedy: Remedy) -> float | None:

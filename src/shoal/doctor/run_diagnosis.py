@@ -169,9 +169,9 @@ def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]
 
 
 def best_remedies(losses: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
-    """Return each cause's best remedy that can be tried, and the plan that the planner would choose.
+    """Return the best remedy of each cause that a trial can measure, with the planner's plan in second place.
 
-    The planner's plan is second, since it belongs to no cause. Each name occurs once.
+    No two remedies have the same name.
     """
     best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in losses]
     named = {remedy.name: remedy for remedy in (*best[:1], chosen, *best[1:]) if remedy is not None}

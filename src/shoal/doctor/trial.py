@@ -83,7 +83,7 @@ def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
 
 
 def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]) -> list[TrialResult]:
-    """Run each remedy, alternating with the unchanged run; the order reverses after each round.
+    """Run each remedy in turn with the unchanged run; the order reverses after each round.
 
     Raises: LaunchError if the unchanged run fails.
     """

@@ -4,8 +4,9 @@ Every microbatch starts from the step's buffers. A buffer's rule combines the va
 the new value. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
 
 All contributions of microbatches are added up in one vector. The terms of a mean are values times samples. Increments
-of integers are digits: sums of digits are exact in float32 too. A value from one microbatch travels as 16-bit words in
-a slot that only this rank writes. The slot receives the change by each microbatch, and the sum is the value.
+of integers are digits: sums of digits are exact in float32 too. For a rule that takes the value of one
+microbatch (`last`, `same`, `min`, `max`) a rank has a slot of 16-bit words, to which other ranks add zeros. After each
+microbatch the rank adds the change of its slot, so the sum is its newest value.
 """
 
 from __future__ import annotations

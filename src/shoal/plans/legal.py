@@ -545,7 +545,7 @@ def degrees_for(layout: Layout, world_size: int) -> list[str]:
 
 
 def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
-    """Return the nearest world sizes below and above `world_size` that the layout reaches by a change of its data degree."""
+    """Return the nearest world sizes, below and above, that the layout has with another data degree."""
     rest = layout.world_size // layout.data
     return neighbours(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
 

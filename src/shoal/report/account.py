@@ -386,7 +386,7 @@ def step_times(of: Sequence[StepRecord]) -> StepTimes:
 
 
 def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
-    """Return the extremes over ranks of each span, the step time and the memory, from records with all ranks' values."""
+    """Return the extremes over ranks of each span, the step time and the memory."""
     least, most, counts = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     slowest: dict[str, Counter[int]] = {}
     for record in steady(records):

@@ -552,7 +552,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             if not isinstance(part, str | int | float | TraceSteps | TrackerName):
                 raise CommandError(
                     given=f"{one.name}={part!r:.60}",
-                    conflict="it is a value of this process, and another is to read it",
+                    conflict="it is an object of this process, and the command of another process has to name it",
                     remedy="give the path of a file",
                 )
             words += [f"{part}"] if not one.flag.startswith("-") else [one.flag, f"{part}"]

@@ -93,7 +93,7 @@ def _read_pmi(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _proxy() -> int:
-    """Return the process id of the proxy that started this host's ranks, in place of a job id: PMI has none."""
+    """Return the process id of the proxy that started this host's ranks. It replaces a job id, which PMI lacks."""
     pid = os.getppid()
     with contextlib.suppress(OSError):
         for _ in range(_MOST_PARENTS):

@@ -61,7 +61,9 @@ def words_of(options: str) -> list[str]:
     try:
         return shlex.split(options)
     except ValueError as error:
-        raise CommandError(given=options, conflict=f"they cannot be split into words: {error}", remedy="close the quote") from None
+        raise CommandError(
+            given=options, conflict=f"they cannot be split into words: {error}", remedy="close the quote"
+        ) from None
 
 
 class Launcher(Protocol):

@@ -114,7 +114,9 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
     said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
     version = re.search(r'version "(?:1\.)?(\d+)', said)
     if version is not None and int(version[1]) < _LEAST_JAVA:
-        raise LaunchError(given=f"{java} of version {version[1]}", conflict="Spark 4 does not support this version", remedy=remedy)
+        raise LaunchError(
+            given=f"{java} of version {version[1]}", conflict="Spark 4 does not support this version", remedy=remedy
+        )
 
 
 def _slots(context: Any) -> int | None:

@@ -2,8 +2,8 @@
 
 A push contains gradients of some grains of one step, one sum per node: a worker's whole part, or in exact mode the
 nodes of the fixed tree that its grains fill. Its name (step, part) makes a server count it once, also if it arrives
-late or twice. Its ticket grows each time the part is handed out again. Source of the idea: Li et al., Scaling Distributed
-Machine Learning with the Parameter Server, OSDI 2014.
+late or twice. Its ticket grows each time the part is handed out again. Source of the idea: Li et al., Scaling
+Distributed Machine Learning with the Parameter Server, OSDI 2014.
 """
 
 from __future__ import annotations

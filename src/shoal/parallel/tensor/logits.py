@@ -65,7 +65,7 @@ class Rows:
         return wide[classes.start : classes.stop], float(wide.sum())
 
     def own(self, classes: Classes) -> tuple[Tensor, Tensor]:
-        """Return two tensors: whether each row's target is among a rank's classes, and its index there (0 if it is not)."""
+        """Return whether each row's target is among a rank's classes, and its index among them (0 if it is not)."""
         here = self.counts & (self.targets >= classes.start) & (self.targets < classes.stop)
         return here, torch.where(here, self.targets - classes.start, 0)
 

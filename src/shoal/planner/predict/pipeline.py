@@ -75,7 +75,7 @@ class Rank(NamedTuple):
 
 
 class OperationPart(NamedTuple):
-    """One rank's part of an operation's bytes: `whole` divided by `by`, with `width` bytes per 16-bit element."""
+    """One rank's part of an operation's bytes: `whole` divided by `by`. A 16-bit element has `width` bytes."""
 
     whole: Amount
     by: float

@@ -275,7 +275,7 @@ def _permitted(caller: Callback | None, bit: int) -> int:
     if caller is not None and caller.watches_only:
         raise JobError(
             given=f"a request by {caller.key}, which says watches_only = True",
-            conflict="ranks do not ask each other after each step what such a callback wants",
+            conflict="ranks do not exchange the requests of such a callback after a step",
             remedy="leave watches_only out",
         )
     return bit

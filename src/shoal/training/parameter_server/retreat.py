@@ -127,7 +127,7 @@ class LossGuard:
 
     @property
     def learnt(self) -> bool:
-        """True if the loss is below its beginning; True if that is not certain yet."""
+        """True if the loss is below its beginning, or if that is not certain yet."""
         return self.counted < 2 * BEGINNING or self.lately < self.beginning
 
 

@@ -84,7 +84,7 @@ class TaskQueue:
         self._ready.insert(0, task)
 
     def restart(self, rules: Rules, version: int) -> None:
-        """Hand out the steps from `version` on again, under new rules; no task may be in progress."""
+        """Hand out the steps from `version` on again, by the new `rules`; no task may be in progress."""
         assert not self._out, "between two steps"
         assert not self._ready, "between two steps"
         self._rules, self.version, self.limit, self.frontier = rules, version, version, version

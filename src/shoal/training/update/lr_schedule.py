@@ -43,7 +43,9 @@ class Schedule:
             )
         if not isinstance(every, int) or every < 1:
             raise JobError(
-                given=f"Schedule(every={every!r})", conflict="every is a number of steps, at least one", remedy="write every=1"
+                given=f"Schedule(every={every!r})",
+                conflict="every is a number of steps, at least one",
+                remedy="write every=1",
             )
 
     def __call__(self, progress: float) -> float:

@@ -144,7 +144,9 @@ def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
-    """Use fused kernels as `masked` does, for a capture in a CUDA graph. `rates`: float32 [] on the device, one for each group.
+    """Use fused kernels as `masked` does, for a capture in a CUDA graph.
+
+    `rates`: float32 [] on the device, one for each group.
 
     torch's kernels read such a rate in each replay. A rate that is a number is a constant of the graph.
     """
