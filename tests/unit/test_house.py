@@ -112,7 +112,7 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-# A job object on its way from a program to the ranks that it starts, docs/decisions/0031.
+# A job object on its way from a program to the ranks that it starts, docs/from-python.md.
 PICKLES_FOR_ITS_OWN_PROCESSES = {
     "src/shoal/jobs/handed_job.py: imports cloudpickle",
 }

@@ -196,7 +196,7 @@ def run(
                 raise LaunchError(
                     given=f"shoal.run(..., out={files.shown!r})",
                     conflict=f"it ended with exit code {ended.code}",
-                    remedy="its output, and errors in the run directory, say why",
+                    remedy="read its output, and errors/ in the run directory",
                 )
     finished = Run(request.where.address or request.where.out, job)
     finished._settings = request.what.job.settings  # with its secrets

@@ -84,7 +84,7 @@ def plan(options: PlanOptions) -> ExitCode:
             names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
             raise CommandError(
                 given=f"shoal plan --learn {' '.join(options.learn)} with {names}",
-                conflict="to learn reads run directories, each of which knows its cluster, and plans nothing",
+                conflict="--learn only reads run directories, which name their clusters, and makes no plan",
                 remedy="write two commands: shoal plan --learn RUNDIR, and then shoal plan JOBFILE with the others",
             )
         learn_from(options.learn)

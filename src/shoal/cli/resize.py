@@ -26,7 +26,7 @@ def resize(options: ResizeOptions) -> ExitCode:
     if is_address(options.run):
         raise CommandError(
             given=given,
-            conflict="ranks look for a wish in a run directory on disk, and this one is at an address",
+            conflict="ranks read the request in a run directory on disk, and this one is at an address",
             remedy=f"stop the run, and start it again with --resume --out {options.run} --devices {options.devices}",
         )
     files = read_run(Path(options.run))
@@ -35,15 +35,15 @@ def resize(options: ResizeOptions) -> ExitCode:
         raise CommandError(
             given=given,
             conflict="no run trains there now",
-            remedy=f"go on with it on so many: shoal run ... --resume --out {options.run} --devices {options.devices}",
+            remedy=f"continue it with: shoal run ... --resume --out {options.run} --devices {options.devices}",
         )
     before = newest(directory.path)
     known = about(directory.path, before)
     if not known.get("resizable"):
         raise CommandError(
             given=given,
-            conflict="an engine has started its ranks, or its parameters are kept by servers",
-            remedy=f"stop it, and start it again with --resume --out {options.run} on so many",
+            conflict="an engine has started its ranks, or servers store its parameters",
+            remedy=f"stop it, and start it again with --resume --out {options.run} --devices {options.devices}",
         )
     plan = read_plan(directory.plan)
     # The run's own GPUs, which this command may not see. If their number is unknown, the run itself checks.
@@ -58,8 +58,8 @@ def resize(options: ResizeOptions) -> ExitCode:
                 directory.end_resize()
                 raise CommandError(
                     given=given,
-                    conflict="the run ended before the step was over after which it would have been heeded",
-                    remedy="nothing, where it has completed; else go on with shoal run ... --resume",
+                    conflict="the run ended before it reached the end of a step, where it reads the request",
+                    remedy="do nothing if it has completed; else continue it with shoal run ... --resume",
                 )
             time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:
@@ -69,8 +69,8 @@ def resize(options: ResizeOptions) -> ExitCode:
     if now == before or about(directory.path, now).get("world_size") != options.devices:
         raise CommandError(
             given=given,
-            conflict="the run has not gone on with so many: it ended, or another wish came after this one",
-            remedy="look at what it says; a run that has ended goes on with shoal run ... --resume",
+            conflict="the run did not continue with this number: it ended, or another request replaced this one",
+            remedy="read its output; continue a run that has ended with shoal run ... --resume",
         )
     print(f"{options.run} goes on with {_processes(options.devices)}")
     return ExitCode.DONE

@@ -750,7 +750,7 @@ def in_new_orders(name: str, data: Opened, shuffle: bool | None) -> bool:
         kind = "shuffles" if data.shuffle else "reads in order"
         raise DataError(
             given=f"shuffle={shuffle}, and {name}: a DataLoader that {kind}",
-            conflict="samples have one order",
+            conflict="both set the order of the samples",
             remedy=f"write DataLoader(..., shuffle={shuffle}), or leave shuffle={shuffle} out beside the DataLoader",
         )
     return (shuffle if shuffle is not None else data.shuffle) is not False

@@ -163,7 +163,7 @@ def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: Ru
     if plan.serves:
         raise PlanError(
             given="a run with parameter servers",
-            conflict="the planner has no prediction of one",
+            conflict="the planner cannot predict parameter servers",
             remedy="ask about a run without them",
         )
     if (case.cluster.device.kind == "gpu") != (times.device == "gpu"):

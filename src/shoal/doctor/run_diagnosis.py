@@ -111,7 +111,7 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     if times is None:
         raise RunDirectoryError(
             given=files.shown,
-            conflict="the run has records of fewer than four steps, from which nothing follows",
+            conflict="the run has records of fewer than four steps, too few for a diagnosis",
             remedy="train some more steps, without --no-telemetry",
         )
     return times, causes(times, *_traced(files, times))

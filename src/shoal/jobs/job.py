@@ -173,8 +173,8 @@ class Job:
         if self.grains is None:
             raise JobError(
                 given="Job(grains=None)",
-                conflict="how many grains fit this job was not asked yet: that takes its model and a few samples",
-                remedy="write job = shoal.training.setup.job_model.with_grains(job), or Job(grains=8), say",
+                conflict="the number of grains is not known yet: shoal chooses it from the model and a few samples",
+                remedy="write job = shoal.training.setup.job_model.with_grains(job), or for example Job(grains=8)",
             )
         return self.grains
 

@@ -143,7 +143,7 @@ def initial_weights(source: str | None, allow: str | None, rename: Sequence[str]
         if not equals or old.strip(". ") == new.strip(". "):
             raise CommandError(
                 given=f"--init-rename {text}",
-                conflict="a renaming is OLD=NEW, two different prefixes of names of which one may be empty",
+                conflict="a renaming is OLD=NEW with two different prefixes of names; one of them may be empty",
                 remedy="write --init-rename backbone=model.encoder, say",
             )
         pairs.append((old.strip(". "), new.strip(". ")))

@@ -259,8 +259,8 @@ def conclude(
     reporter.note(f"{result.status} after step {result.steps}{of}, {result.wall_seconds:.1f} s{evaluated}")
     if early is not None:
         reporter.note(
-            f"warning: train_data ended after {early['samples']} of {early['wanted_samples']} samples; its items are "
-            "taken for single samples: a stream of batches is to give them one by one"
+            f"warning: train_data ended after {early['samples']} of {early['wanted_samples']} samples; each item "
+            "counts as one sample: let a stream of batches yield its samples one by one"
         )
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
         reporter.note(f"  {as_line(result.prediction)}")

@@ -287,7 +287,7 @@ def run(options: RunOptions) -> int:
         if options.verify and options.resume:
             raise CommandError(
                 given="--verify --resume",
-                conflict="two steps from the beginning say nothing of a run that goes on",
+                conflict="--verify checks the first two steps, and a resumed run does not begin with them",
                 remedy="leave one of them out",
             )
         if (

@@ -344,7 +344,7 @@ def _listener() -> socket.socket:
         raise LaunchError(
             given=f"MASTER_PORT={port}",
             conflict="a port is a number up to 65535",
-            remedy="unset it: a free one is taken",
+            remedy="unset it: shoal then takes a free port",
         )
     try:
         return socket.create_server(("127.0.0.1", int(port)))
@@ -352,7 +352,7 @@ def _listener() -> socket.socket:
         raise LaunchError(
             given=f"MASTER_PORT={port}",
             conflict=f"that port cannot be used: {os.strerror(error.errno or 0)}",
-            remedy="unset MASTER_PORT: a free port is taken",
+            remedy="unset MASTER_PORT: shoal then takes a free port",
         ) from None
 
 

@@ -58,7 +58,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> i
     if ranks < 2:
         raise CommandError(
             given=f"shoal bench collectives on {ranks} process",
-            conflict="one process has nobody to exchange anything with",
+            conflict="a collective needs at least two processes",
             remedy="write --ranks 2",
         )
     compared = compare(ranks, sizes)

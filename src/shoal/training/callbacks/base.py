@@ -292,6 +292,6 @@ def refuse_own(callback: Callback) -> None:
         if name in vars(callback) and (name == "watches_only" or callable(getattr(Callback, name))):
             raise JobError(
                 given=f"{name} of one {type(callback).__name__}",
-                conflict="the ranks agree by the hooks of a callback's class, which are the same on all of them",
-                remedy=f"define {name} in the class; what is for one rank stands there under `if run.rank == 0:`",
+                conflict="all ranks must have the same hooks, so shoal reads those of the class",
+                remedy=f"define {name} in the class, with `if run.rank == 0:` around code for one rank",
             )

@@ -173,7 +173,7 @@ class Sample(Callback):
         if not callable(function) or not (every is None or (isinstance(every, int) and every >= 1)):
             raise JobError(
                 given=f"Sample({function!r:.40}, every={every!r})",
-                conflict="it calls a function of (model, run) each so many steps",
+                conflict="it calls a function of (model, run) every `every` steps",
                 remedy="write shoal.Sample(draw, every=500), say",
             )
         self.function, self.every = function, every

@@ -449,6 +449,6 @@ def refuse_uncapturable(device: torch.device, *, mapped: bool) -> None:
     if not mapped:
         raise PlanError(
             given=given.format("a stream of samples"),
-            conflict="a replay comes before the step in hand is read, and a stream has no step before that",
+            conflict="a step is replayed before the previous step is read, and a stream cannot be read so far ahead",
             remedy="write execution.cuda_graph = false, or give the samples as a map-style dataset",
         )

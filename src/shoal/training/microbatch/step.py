@@ -705,8 +705,8 @@ class StepRunner:
         except RedoError as redo:
             if meets:  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(
-                    given=f"a model of which the first batch did not show how it computes: {redo}",
-                    conflict="ranks with sharded parameters cannot go back in the midst of a step",
+                    given=f"a model that computes this batch in another way than the first batch: {redo}",
+                    conflict="ranks with sharded parameters cannot repeat a step that they have begun",
                     remedy='write shard.level = "optimizer", or a model that computes all batches alike',
                 ) from redo
             proposal = redo.proposal

@@ -277,7 +277,7 @@ class Conductor:
             raise InternalError(
                 given=f"step {step}",
                 conflict=f"its parts hold the grains {sorted(n for a in arrived.values() for n in a.sums)}",
-                remedy="please report it: every grain is to be there once",
+                remedy="please report it: the parts must hold every grain once",
             )
         rows = {node: row for part in arrived.values() for node, row in part.sums.items()}
         total = combine(rows, order.num_grains, torch.add, exact=self._engine.plan.execution.exact)

@@ -1,10 +1,9 @@
-"""What is given to `prepare`, `Session` and the loop is taken as it is meant, or refused in words; docs/session.md."""
+"""What is given to `prepare`, `Session` and the loop is taken as it is meant, or refused in words."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import DataError, JobError, PlanError, UserCodeError
-
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "session.md"
 
 
 def session(**changes: Any) -> shoal.Session:
@@ -95,11 +92,6 @@ def test_what_is_not_taken_is_refused_in_words(name: str) -> None:
 def begin(own: shoal.Session, given: tuple[Any, ...]) -> None:
     own.prepare(*given)
     own.steps(data())
-
-
-def test_the_docs_say_so_too() -> None:
-    rows = {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.startswith("| ")}
-    assert [name for name, (_, words) in REFUSED.items() if words not in rows.get(name, "")] == []
 
 
 def test_a_model_without_an_optimizer_is_taken() -> None:
