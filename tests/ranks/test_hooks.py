@@ -70,7 +70,7 @@ def test_has_the_weights_of_a_plain_loop(name: str, layout: str, tmp_path: Path)
         ("hooked", "one copy", "a hook on the parameter blocks.0.up.weight, with memory.shared = true"),
         ("masked", "pipeline", "a forward that writes parameter blocks.0.down.weight"),
         ("adapted", "zero 3", "a forward that writes the trainable parameter blocks.0.down.weight"),
-        ("left", "zero 3", "a loss that uses a tensor from within a block, which is no output of the block"),
+        ("left", "zero 3", "a loss that uses a tensor from within a block, which is not an output of the block"),
         ("longer", "zero 3", "a model or loss that calls parts of the model"),
         ("skipping", "zero 3", "a model or loss that calls parts of the model"),
     ],

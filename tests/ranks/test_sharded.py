@@ -132,7 +132,7 @@ class Noisy(torch.optim.SGD):
 
 
 def test_an_optimizer_that_draws_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="what is drawn for one part would depend on the layout"):
+    with pytest.raises(JobError, match="the random numbers for a part would depend on the layout"):
         in_ranks(partial(small, optimizer=partial(Noisy, lr=0.1)), {"shard": 2}, tmp_path / "ranks")
 
 

@@ -628,7 +628,7 @@ BENCH_OPTIONS: Table = {
     "what": Acts(COMPARED, bench("collectives", "--ranks", "2", "--sizes", "1K"), written("found.json"), True),
     "what: none such": Refuses(bench("colectives"), "colectives"),
     "--ranks": Refuses(bench("--ranks", "0"), "no number of processes"),
-    "--ranks: one": Refuses(bench("collectives", "--ranks", "1"), "nobody to exchange anything with"),
+    "--ranks: one": Refuses(bench("collectives", "--ranks", "1"), "a collective needs at least two processes"),
     "--sizes": Refuses(bench("collectives", "--sizes", "1X", "--ranks", "2"), "1X"),
     "--sizes: of a machine": Refuses(bench("--sizes", "1K"), "--sizes with shoal bench machine"),
     "--quick: of collectives": Refuses(bench("collectives", "--quick"), "--quick with shoal bench collectives"),

@@ -110,7 +110,7 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
     given = f"JAVA_HOME={home}" if home else "--on spark"
     remedy = f"install a Java runtime of version {_LEAST_JAVA} or newer, and set JAVA_HOME to its folder"
     if java is None or not os.access(java, os.X_OK):
-        raise LaunchError(given=given, conflict="there is no Java on this host, and Spark needs one", remedy=remedy)
+        raise LaunchError(given=given, conflict="there is no Java here, and Spark needs one", remedy=remedy)
     said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
     version = re.search(r'version "(?:1\.)?(\d+)', said)
     if version is not None and int(version[1]) < _LEAST_JAVA:

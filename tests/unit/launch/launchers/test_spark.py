@@ -45,5 +45,5 @@ def test_an_old_java(version: str, old: bool, tmp_path: Path) -> None:
     if not old:
         _refuse_without_java({"JAVA_HOME": str(tmp_path)})
         return
-    with pytest.raises(LaunchError, match="Spark 4 does not run in it"):
+    with pytest.raises(LaunchError, match="Spark 4 does not support this version"):
         _refuse_without_java({"JAVA_HOME": str(tmp_path)})

@@ -41,7 +41,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         ("", 2, "names no hosts"),
         ("-F x", 2, "names no hosts"),
         ("a,a", 2, "a is named twice"),
-        ("a:x", 2, "is no host"),
+        ("a:x", 2, "is not a host"),
         ("a,b", 1, "each host has at least one"),
         ("a:1,b:1", 4, "the hosts have 2 places"),
         ("a:4,b:4", 4, "the hosts have 8 places"),
@@ -55,7 +55,7 @@ def test_what_is_refused(options: str, devices: int, said: str) -> None:
 def test_a_name_is_never_taken_for_an_option() -> None:
     words = HostList([], ["-p", "2222"]).words("gpu1")
     assert words[words.index("--") + 1] == "gpu1"
-    with pytest.raises(CommandError, match="is no host"):
+    with pytest.raises(CommandError, match="is not a host"):
         counts("a,-oProxyCommand=x")
 
 

@@ -98,7 +98,7 @@ def test_steps_each_so_many_steps() -> None:
     [
         (lambda: shoal.Schedule(torchs.ReduceLROnPlateau), "it follows a metric"),
         (lambda: shoal.Schedule(torchs.StepLR(optimizer(), 3)), "every rank makes its own scheduler"),
-        (lambda: shoal.Schedule(torchs.StepLR, every=0), "it counts steps"),
+        (lambda: shoal.Schedule(torchs.StepLR, every=0), "every is a number of steps"),
         (lambda: trained(job(schedule=shoal.Schedule(lambda optimizer: 3))), "follows from the step alone"),
         (lambda: trained(job(schedule=shoal.Schedule(torchs.StepLR))), "the schedule of this job"),
     ],
