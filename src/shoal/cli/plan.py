@@ -9,23 +9,23 @@ import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
-from shoal.jobs.configured_job import PREFIX, configured_job
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load, parse_target
 from shoal.jobs.secret_settings import command_without_secrets
 from shoal.jobs.settings import setting_text, written
 from shoal.launch.environment import inside_run
-from shoal.planner.answer.answer import answer, question, with_chosen_format
-from shoal.planner.answer.display import Answer, console_of_width, front, show
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
+
+if TYPE_CHECKING:
+    from shoal.planner.answer.display import Answer
 
 _QUIET_SECONDS, _TERMINAL_SECONDS, _FILE_SECONDS = 1.5, 0.5, 5.0
 
@@ -97,6 +97,9 @@ def plan(options: PlanOptions) -> ExitCode:
                 remedy="give the name of a file in a folder that exists",
             )
     answer = answered(options)
+    from shoal.jobs.configured_job import PREFIX
+    from shoal.planner.answer.display import console_of_width, front, show
+
     trained = "JOBFILE" if str(options.job).startswith(PREFIX) else shlex.quote(str(options.job))
     words = ["shoal run", trained, *(f"--config {shlex.quote(path)}" for path in options.config)]
     texts = [one if isinstance(one, str) else f"{one[0]}={setting_text(*one)}" for one in options.set]
@@ -147,6 +150,10 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
             remedy="write one of them",
         )
     with PlanProgress(sys.stderr) as progress:
+        progress.enter("loading torch")
+        from shoal.planner.answer.answer import answer, question, with_chosen_format
+
+        progress.enter("loading the job")
         job, name, precision = _loaded(options, given)
         base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
         progress.enter("tracing the model and reading samples")
@@ -161,6 +168,8 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
 
 def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:
     """Return the job, its name and its precision. The default for a configuration on GPUs is bfloat16."""
+    from shoal.jobs.configured_job import PREFIX, configured_job  # torch
+
     target = given[1] if given is not None else str(options.job)
     if given is None and target.startswith(PREFIX):
         files = [f"--config {path}" for path in options.config]

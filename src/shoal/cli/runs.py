@@ -37,6 +37,7 @@ _VALUES: dict[str, Callable[[RunEntry], Any]] = {
     "time": lambda one: one.seconds,
     "devices": lambda one: one.devices,
     "job": lambda one: one.job,
+    "layout": lambda one: one.layout,
     "size": lambda one: one.size,
     "commit": lambda one: one.commit,
     "kind": lambda one: one.kind,
@@ -158,7 +159,7 @@ def table(entries: Sequence[RunEntry], width: int) -> list[str]:
     wanted = [*list(columns.items())[:after], *list(differing.items())[:_MOST_SETTINGS], *list(columns.items())[after:]]
     columns = dict(wanted)
     if len(entries) > 1:
-        for name in ("job", "devices", "commit", "kind"):
+        for name in ("job", "devices", "layout", "commit", "kind"):
             if len(set(columns[name])) == 1:
                 value = columns.pop(name)[0]
                 common += [f"{name} {value}"] if value not in ("-", "run") else []
@@ -170,7 +171,7 @@ def table(entries: Sequence[RunEntry], width: int) -> list[str]:
     while len(columns) > 1 and sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2 > width:
         columns.popitem()
     widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
-    left = ("name", "state", "best", "job", "commit", "kind")
+    left = ("name", "state", "best", "job", "layout", "commit", "kind")
     lines = [", ".join(common)] if common else []
     for row in (list(columns), *zip(*columns.values(), strict=True)):
         cells = [

@@ -117,6 +117,12 @@ def usable_memory_bytes() -> int:
     return memory_bytes() if limit is None else min(limit, memory_bytes())
 
 
+def killed_for_memory(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory since the host started; 0 if it does not say."""
+    killed = re.search(r"^oom_kill (\d+)$", file_text(root / "proc/vmstat") or "", re.MULTILINE)
+    return int(killed[1]) if killed else 0
+
+
 def gpus() -> list[str]:
     """Return the models of the GPUs that the driver shows."""
     shown = sorted(GPU_FOLDER.iterdir()) if GPU_FOLDER.is_dir() else []

@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import InUseError, RunDirectoryError
+from shoal.errors import InUseError, PlanError, RunDirectoryError
 from shoal.jobs.differences import flat
+from shoal.plans.plan import layout_name, read_plan
 from shoal.runs.attempts import Attempt, read_attempts, run_status
 from shoal.runs.directory import SESSION, RunDirectory, claim, held_since, is_held, read_json
 from shoal.runs.records import StepRecord, last_records
@@ -36,6 +37,7 @@ class RunEntry:
         num_steps: steps that the run is to have; None if unknown.
         metrics: of the last evaluation.
         best: metric, value and step of the best evaluation, or of the last one if the job watches no metric.
+        layout: degrees of the plan, such as `dp8 zero3 tp2`; None without a plan that can be read.
         larger_is_better: direction of the watched metric; None if the job watches none.
         seconds: time in which the run had its devices.
         size: bytes on the disk; a file with several names counts once.
@@ -59,6 +61,7 @@ class RunEntry:
     commit: str | None
     began_at: float | None
     settings: Mapping[str, Any]
+    layout: str | None = None
     error: str | None = None
     stopped: str | None = None
 
@@ -113,6 +116,10 @@ def entry_of(path: Path, name: str) -> RunEntry:
     last, attempts = None, read_attempts(files.attempts)
     with contextlib.suppress(OSError):
         last = next(iter(last_records(files.records)), None)
+    layout = None
+    if files.plan.exists():
+        with contextlib.suppress(PlanError):  # of a newer version, or damaged
+            layout = layout_name(read_plan(files.plan))
     source = read_source(path)
     is_session = job.get("function") == SESSION
     if not result and not files.job.exists():
@@ -148,6 +155,7 @@ def entry_of(path: Path, name: str) -> RunEntry:
         commit=f"{commit['commit'][:8]}{'+' if commit.get('dirty') else ''}" if commit.get("commit") else None,
         began_at=attempts[0].started_at if attempts else path.stat().st_mtime,
         settings=dict(flat(job.get("settings") or {})),
+        layout=layout,
         error=str(error.get("conflict") or error.get("kind") or "") or None,
         stopped=f"by {ended_by.get('callback')}: {ended_by.get('reason')}" if state == "stopped" else None,
     )

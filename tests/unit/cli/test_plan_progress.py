@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from io import StringIO
 
@@ -27,6 +29,11 @@ def test_a_short_plan_shows_nothing(stream: StringIO, monkeypatch: pytest.Monkey
     with PlanProgress(stream) as progress:
         progress.step()
     assert stream.getvalue() == ""
+
+
+def test_torch_is_loaded_where_progress_is_said() -> None:
+    said = "import sys, shoal.cli.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", said], check=False).returncode == 0
 
 
 def test_a_file_has_a_line_for_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_ten_runs_are_listed_within_80_columns(folder: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "job job.py, devices 2"
+    assert lines[0] == "job job.py, devices 2, layout dp2"
     assert lines[-1].startswith("10 runs, ")
 
 
@@ -66,6 +66,21 @@ def test_settings_that_differ_have_columns_and_can_be_sorted_by(
     assert "lr" in lines[1].split()
     assert [line.split()[0] for line in lines[2:-1]] == [f"lr-{place}" for place in reversed(range(9))]
     assert max(map(len, lines)) <= 80
+
+
+def test_layouts_are_shown_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "lr-1" / "plan.toml").write_text("[layout]\ntensor = 2\n")
+    (folder / "lr-2" / "plan.toml").write_text("[layout]\nno = 2\n")
+    (folder / "lr-3" / "plan.toml").unlink()
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    layouts = {line.split()[0]: line[lines[1].index("layout") :].split()[0] for line in lines[2:-1]}
+    assert [layouts[f"lr-{place}"] for place in range(5)] == ["dp2", "tp2", "-", "-", "dp2"]
+    assert max(map(len, lines)) <= 80
+    assert main(["runs", "--filter", "layout=tp2", "--json"]) == 0
+    assert [(one["name"], one["layout"]) for one in json.loads(capsys.readouterr().out)] == [("lr-1", "tp2")]
+    assert main(["runs", "show", "lr-1"]) == 0
+    assert ["layout", "tp2"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_sorted_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from shoal.hardware.detect import (
     cores,
     cpu_quota,
     detected,
+    killed_for_memory,
     kind_of,
     measured_file,
     memory_bytes,
@@ -119,3 +120,8 @@ def test_the_speed_of_the_network(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "rate").write_text("200 Gb/sec (4X HDR)\n")
     assert network_gigabits(tmp_path) == 400.0
+
+
+def test_the_kernel_counts_what_it_killed_for_memory(tmp_path: Path) -> None:
+    assert killed_for_memory(tmp_path) == 0
+    assert killed_for_memory(plant(tmp_path, {"proc/vmstat": "pgfault 9\noom_kill 3\nunevictable 0\n"})) == 3

@@ -31,6 +31,7 @@ def test_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     told = parsed(openmetrics(found))
     assert told["shoal_metric", "accuracy"] == found.evaluations[-1].metrics["accuracy"]
     assert told["shoal_incidents", "resumed"] == 2.0
+    assert "# HELP shoal_step_time_seconds Median of a step; of blocks of steps an estimate.\n" in openmetrics(found)
     assert found.cost is not None
     assert told["shoal_cost_dollars",] == found.cost.dollars
 

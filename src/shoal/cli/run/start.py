@@ -20,7 +20,7 @@ from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submitted
 from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
-from shoal.hardware.detect import cores, visible_gpus
+from shoal.hardware.detect import cores, killed_for_memory, visible_gpus
 from shoal.jobs.job_file import parse_target, with_settings_of
 from shoal.jobs.settings import setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
@@ -201,7 +201,7 @@ def trained(
     `stream`: destination of rank 0's output, default this process's output. The caller handles signals.
     """
     recovery = Recovery(request.course.max_restarts, RunDirectory(request.where.out))
-    arguments = ["run", request.what.job.target]
+    arguments, killed = ["run", request.what.job.target], killed_for_memory()
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request
@@ -230,7 +230,9 @@ def trained(
             code, error = recovery.until_done(signals, functools.partial(launched, server=server))
         following = resized(request, code, signals)
         if error is not None:
-            return RunEnd(code, with_way_out(error, request), tuple(signals.received))
+            return RunEnd(
+                code, with_way_out(error, request, killed=killed_for_memory() > killed), tuple(signals.received)
+            )
         if following is None:
             return RunEnd(code, None, tuple(signals.received))
         request = following

@@ -11,9 +11,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.errors import OutOfMemoryError, ShoalError, say_note
+from shoal.errors import OutOfMemoryError, RankLostError, ShoalError, say_note
 from shoal.hardware import link
-from shoal.hardware.detect import usable_memory_bytes
+from shoal.hardware.detect import usable_memory_bytes, visible_gpus
 from shoal.launch.environment import INSIDE
 from shoal.launch.supervise.child import Child
 from shoal.plans.plan import AXES, Plan
@@ -25,14 +25,19 @@ _PATIENCE_SECONDS = 120.0
 _LESS = 0.9
 
 
-def with_way_out(error: ShoalError, request: RunRequest) -> ShoalError:
+def with_way_out(error: ShoalError, request: RunRequest, *, killed: bool = False) -> ShoalError:
     """Return the error, with the layout that would fit if memory ran out and the planner knows one.
 
+    `killed`: True if the kernel has killed a process of this host for memory since the run began. The lost rank on a
+    CPU was then probably that process.
     A new interpreter loads the job and searches, since the memory of this process may be exhausted.
     """
-    if not isinstance(error, OutOfMemoryError) or request.what.plan.serves:
+    guess = ""
+    if isinstance(error, RankLostError) and killed and "was killed by SIGKILL" in error.conflict and not visible_gpus():
+        guess = "probably the kernel killed it, for memory"
+    if not (guess or isinstance(error, OutOfMemoryError)) or request.what.plan.serves:
         return error
-    say_note("memory does not suffice; the planner looks for a layout that fits")
+    say_note(f"{guess or 'memory does not suffice'}; the planner looks for a layout that fits")
     with tempfile.TemporaryDirectory(prefix="shoal-fits-") as folder:
         (Path(folder) / "request.json").write_text(dumped(request), encoding="utf-8")
         words, quiet = [sys.executable, "-c", _PROGRAM, folder], subprocess.DEVNULL
@@ -42,7 +47,7 @@ def with_way_out(error: ShoalError, request: RunRequest) -> ShoalError:
         except (OSError, ValueError):
             return error
     if advice:
-        error.remedy = f"{advice}; or {error.remedy}"
+        error.remedy = f"{guess and f'{guess}: '}{advice}; or {error.remedy}"
     return error
 
 

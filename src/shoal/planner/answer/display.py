@@ -170,7 +170,8 @@ def front(
     measured = next((text for text in cluster.device.sources.values() if "shoal bench on" in text), None)
     origin = "; numbers of the catalogue" if not cluster.name.endswith(".toml") else "; numbers of the file"
     if measured is not None:
-        origin = f"; measured on {_DATE.findall(measured)[0]}"
+        day = _DATE.search(measured)
+        origin = f"; measured on {day[0]}" if day else "; measured, on a day that the file does not have"
     elif cluster.device.guesses:
         origin += ", some assumed"
     hosts = f"{several(cluster.num_hosts, 'host')} of {cluster.devices_per_host} {cluster.device.name}"

@@ -204,7 +204,7 @@ class RecordWriter:
     ) -> None:
         self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
         self._file = _opened(path) if path else None
-        self._waiting: deque[StepRecord | TrainedAgain] = deque(maxlen=_MOST_LATE)
+        self._waiting: deque[StepRecord | TrainedAgain] = deque()
         self._next = 0.0  # earliest time of the next write
         self._refused = False
         self._whole_steps = whole_steps
@@ -236,6 +236,8 @@ class RecordWriter:
         self._block = []
 
     def _append(self, line: StepRecord | TrainedAgain) -> None:
+        if len(self._waiting) >= _MOST_LATE:  # marks stay: without them steps would count twice
+            del self._waiting[next((i for i, one in enumerate(self._waiting) if isinstance(one, StepRecord)), 0)]
         self._waiting.append(line)
         if time.monotonic() >= self._next or (len(self._waiting) >= _TOGETHER and not self._refused):
             self.flush()

@@ -113,6 +113,8 @@ def test_the_hosts_links_and_prices_are_named(one: SearchResult) -> None:
     assert said(device=l4.device, within=l4.within)["links"] == "PCIe4-host 12.6 GB/s"
     source = "measured by shoal bench on 2026-11-29, torch 2.13"
     assert said(device=replace(l4.device, sources={"flops": source}))["hosts"].endswith("; measured on 2026-11-29")
+    by_hand = replace(l4.device, sources={"flops": "shoal bench on my machine"})
+    assert said(device=by_hand)["hosts"].endswith("; measured, on a day that the file does not have")
     assert said(device=l4.device, name="mine.toml")["hosts"].endswith("; numbers of the file, some assumed")
     assert l4.within is not None
     guess = replace(l4.within, sources={"bytes_per_second": "assumed: nothing better"})

@@ -136,6 +136,24 @@ def test_late_records_of_steps_that_are_trained_again_are_left_out(
     assert [(record.step, record.epoch) for record in read_steps(path)] == [(1, RECORD.epoch), (2, 9)]
 
 
+def test_a_mark_stays_where_late_records_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.training.observe.step_records, "_MOST_LATE", 4)
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path)
+    for step in (1, 2, 3):
+        writer.write(replace(RECORD, step=step))
+    writer.flush()
+    disk = Refusing(writer._file, 0)
+    monkeypatch.setattr(writer, "_file", disk)
+    with pytest.warns(RuntimeWarning, match="kept until"):
+        writer.forget_after(1)
+    for step in range(2, 8):
+        writer.write(replace(RECORD, step=step, epoch=9))
+    disk.room = 1 << 20
+    writer.close()
+    assert [(one.step, one.epoch) for one in read_steps(path)] == [(1, 0), (5, 9), (6, 9), (7, 9)]
+
+
 def test_records_go_on_after_a_damaged_line(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text("{}\n")
