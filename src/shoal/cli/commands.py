@@ -241,7 +241,7 @@ _GROUPS = ("train", "decide", "check", "look", "models")
 
 def add_command(commands: Any, name: str, command: Command) -> None:
     """Add a command's parser to the subparsers `commands`."""
-    width = _width()
+    width = max(40, min(100, shutil.get_terminal_size().columns) - 2)
     codes = [f"  {code.strip()}" for code in re.split(r", (?=\d)", command.codes)]
     parser = commands.add_parser(
         name,
@@ -269,7 +269,3 @@ def overview() -> str:
     lines += ["  shoal verify job.py --devices 2  # the same result on two processes?"]
     lines += ["  shoal runs                       # the runs so far", ""]
     return "\n".join([*lines, "shoal COMMAND --help has each command's options; shoal --version the version.", ""])
-
-
-def _width() -> int:
-    return max(40, min(100, shutil.get_terminal_size().columns) - 2)

@@ -202,7 +202,8 @@ def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
     results["steps"] = [one.account.steps for one in runs]
     results["training loss"] = [one.account.loss for one in runs]
     for metric in dict.fromkeys(name for one in runs for e in one.account.evaluations for name in e.metrics):
-        results[f"evaluation {metric}"] = [_last_metric(one.account, metric) for one in runs]
+        by_run = ([e.metrics[metric] for e in one.account.evaluations if metric in e.metrics] for one in runs)
+        results[f"evaluation {metric}"] = [known[-1] if known else None for known in by_run]
     results["seconds" if as_json else "time"] = [one.account.wall.busy_seconds for one in runs]
     results["weights"] = [one.account.result.get("weights_sha256") for one in runs]
     if as_json:
@@ -216,11 +217,6 @@ def _compare(words: Sequence[str], as_json: bool) -> ExitCode:
     print("\n".join(_beside(["what differs", *names], rows) if rows else ["job, code, plan and versions are the same"]))
     print("\n" + "\n".join(_beside(["result", *names], in_cells(results))))
     return ExitCode.DONE
-
-
-def _last_metric(account: Any, name: str) -> float | None:
-    values = [one.metrics[name] for one in account.evaluations if name in one.metrics]
-    return values[-1] if values else None
 
 
 def _beside(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -206,16 +206,16 @@ def _node(of: CodeType) -> ast.AST | None:
     except (SyntaxError, ValueError):
         return None
     kinds = (ast.Lambda,) if of.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and _first_line(node) == of.co_firstlineno]
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+        and min(part.lineno for part in (node, *getattr(node, "decorator_list", []))) == of.co_firstlineno
+    ]
     if len(nodes) > 1:
         nodes = [node for node in nodes if _surrounds(node, of)]
     named = [node for node in nodes if getattr(node, "name", of.co_name) == of.co_name]
     return named[0] if len(named) == 1 else None
-
-
-def _first_line(node: Any) -> int:
-    decorators = getattr(node, "decorator_list", [])
-    return min([int(node.lineno), *(int(decorator.lineno) for decorator in decorators)])
 
 
 def _surrounds(node: Any, of: CodeType) -> bool:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.order import Order
-from shoal.data.source import MapSource, one_grain, opened
+from shoal.data.source import MapSource, one_grain, opened, order_of
 from shoal.errors import ShoalError
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import fastest_on
@@ -92,8 +91,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     source, length, num_steps = known.train_data.source, known.length, None
     if isinstance(source, MapSource):
         sample_seconds = _sample_seconds(source, job.grain_size)
-        order = Order(len(source), known.global_batch, known.num_grains, known.seed, bool(known.shuffle), length)
-        num_steps = order.num_steps
+        num_steps = order_of(known.train_data, known, length, bool(known.shuffle)).num_steps
     elif not isinstance(length, Epochs):
         num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
     work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places)
