@@ -43,8 +43,8 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         ("a,a", 2, "a is named twice"),
         ("a:x", 2, "is not a host"),
         ("a,b", 1, "each host has at least one"),
-        ("a:1,b:1", 4, "the hosts have 2 places"),
-        ("a:4,b:4", 4, "the hosts have 8 places"),
+        ("a:1,b:1", 4, "the hosts take 2 processes"),
+        ("a:4,b:4", 4, "the hosts take 8 processes"),
     ],
 )
 def test_what_is_refused(options: str, devices: int, said: str) -> None:
