@@ -110,7 +110,7 @@ def plan(options: PlanOptions) -> ExitCode:
     elif is_default and trained != "JOBFILE":
         words += ["--plan auto"] + ([f"--precision {options.precision}"] if options.precision else [])
     else:
-        words += ["--plan plan.toml, which -o plan.toml writes"]
+        words += ["--plan plan.toml  # by -o plan.toml"]
     typed = " ".join(words)
     show(answer, console_of_width(), front(answer, typed, "--more"), more=options.more)
     if options.output:

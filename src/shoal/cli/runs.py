@@ -105,7 +105,7 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
     path = Path(folder)
     if not path.is_dir():
         remedy = "give the folder that the runs are in: shoal runs DIR"
-        raise _refusal(f"shoal runs {folder}", "there is no such folder", remedy)
+        raise _refusal(" ".join(("shoal runs", *options.words)), f"there is no folder {folder}", remedy)
     entries = list(runs_below(path))
     for text in options.filter:
         name, equals, value = text.partition("=")
@@ -299,18 +299,18 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
         if commit.get("folder") not in (None, "."):
             lines.append(shlex.join(["cd", commit["folder"]]))
         notes = [f"not in the patch: {name}: {reason}" for name, reason in (commit.get("left_out") or {}).items()]
-        notes += [f"under no version control: {name}" for name in commit.get("untracked") or ()]
+        notes += [f"under no version control, and not kept here: {name} (copy it)" for name in commit.get("untracked") or ()]
         steps.append(("the code, as it was", [*lines, *(f"# {' '.join(note.splitlines())}" for note in notes)]))
     else:
         steps.append(
             ("the code: there is no commit", [f"# {commit.get('reason')}", shlex.join(["cd", command["folder"]])])
         )
     packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
-    packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
     listed = file_text(folder / FOLDER / PACKAGES) or ""
-    packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
     if re.search(r"^torch==\S+\+", listed, re.MULTILINE):
-        packages.append("# this build of torch is in torch's own index: add --extra-index-url")
+        packages.append("# this build of torch is in torch's own index: add --extra-index-url to the next line")
+    packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
+    packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
     steps.append(("the packages", packages))
     arguments = command["arguments"]
     if commit.get("commit") and len(arguments) > 2:  # its job may be named from outside of the checkout

@@ -121,8 +121,9 @@ def as_shoal_error(error: BaseException) -> ShoalError:
 
 def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:
     """Return the error as a JSON value that `errors.from_json` reads on another rank or in the launcher."""
+    known = (kind for kind in type(error).__mro__ if kind.__module__ == ShoalError.__module__)  # what the reader has
     return {
-        "kind": type(error).__name__,
+        "kind": next(known).__name__,
         "given": error.given,
         "conflict": error.conflict,
         "remedy": error.remedy,

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 import shoal
-from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
+from shoal.distributed.failures import as_shoal_error, is_lost_peer, to_json, user_error
 from shoal.errors import (
     CollectiveError,
     JobError,
     LaunchError,
     OutOfMemoryError,
     PeerError,
+    PlanError,
     StorageError,
     UserCodeError,
+    from_json,
 )
+from shoal.planner.search.search import NothingFitsError
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 36"
 
@@ -113,3 +116,9 @@ def test_code_that_was_typed_in_is_named(file: str) -> None:
 def test_shoals_own_lines_are_never_the_users() -> None:
     """Of a lambda that came by value from a process whose code has no source."""
     assert " at " not in raised_in("<string>")
+
+
+def test_an_error_of_a_kind_that_only_one_room_knows_arrives_as_the_kind_that_it_is_one_of() -> None:
+    error = from_json(to_json(NothingFitsError(given="a plan", conflict="no layout fits", remedy="more"), 0, "here"))
+    assert type(error) is PlanError
+    assert error.exit_code == NothingFitsError.exit_code

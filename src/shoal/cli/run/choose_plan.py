@@ -218,5 +218,7 @@ def ask_planner(
 
     choice = in_child(search)
     if "error" in choice:
-        raise from_json(choice["error"])
+        error = from_json(choice["error"])
+        error.rank = None  # none has started
+        raise error
     return loaded(Plan, choice["plan"]) if choice["plan"] is not None else None, choice["lines"]
