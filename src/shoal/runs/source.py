@@ -79,7 +79,9 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
         root = git("rev-parse", "--show-toplevel").decode().rstrip("\n")
         commit = git("rev-parse", "--verify", "HEAD").decode().strip()
         changed = git("-C", root, "diff", "HEAD", "--numstat", "-z", "--no-renames").decode(errors="surrogateescape")
-        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", "*.py").decode(errors="replace")
+        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", "*.py").decode(
+            errors="replace"
+        )
         texts, left_out = _chosen(changed)
         patch = ""
         if texts:
