@@ -69,15 +69,20 @@ class Submitted:
         self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-def command(out: Path, *words: str, on: str = TWO_NODES, devices: str = "2") -> list[str]:
-    shared = ("--exact", "--devices", devices, "--out", str(out), "--on", f"slurm:{on}")
-    return [sys.executable, "-m", "shoal", "run", JOB, *shared, *words]
-
-
-def run(slurm: Slurm, out: Path, *words: str, gate: Gate | None = None, on: str = TWO_NODES, devices: str = "2") -> Any:
+def run(
+    slurm: Slurm,
+    out: Path,
+    *words: str,
+    gate: Gate | None = None,
+    on: str = TWO_NODES,
+    devices: str = "2",
+    job: str = JOB,
+    cwd: Path | None = None,
+) -> Any:
     """A context with the command on its way, as a `Started`."""
+    shared = ("--exact", "--devices", devices, "--out", str(out), "--on", f"slurm:{on}")
     variables = {**slurm.variables, "PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
-    return start_command(command(out, *words, on=on, devices=devices), out, variables)
+    return start_command([sys.executable, "-m", "shoal", "run", job, *shared, *words], out, variables, cwd=cwd)
 
 
 def test_two_nodes(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
@@ -192,6 +197,20 @@ def test_a_lost_rank_starts_again_in_the_allocation(slurm: Slurm, undisturbed: E
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "all ranks start again (1 of 5)" in ended.stdout
     assert_same(out, undisturbed)
+
+
+def test_a_package_with_a_configuration(slurm: Slurm, project: Path, project_alone: Ended) -> None:
+    """By path, by name, and a resume with another value."""
+    config, by_path, by_name = ("--config", "configs/small.yaml"), project / "by-path", project / "by-name"
+    for job, out in (("src/flowers/train.py", by_path), ("flowers.train:job", by_name)):
+        with run(slurm, out, *config, job=job, cwd=project) as started:
+            started.wait(LIMIT_SECONDS).expect(0)
+        assert_same(out, project_alone)
+    (project / "configs" / "small.yaml").write_text("lr: 0.3\nepochs: 2\n", encoding="utf-8")
+    with run(slurm, by_name, *config, "--resume", job="flowers.train:job", cwd=project) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(2)
+    assert "lr: 0.1 -> 0.3, from configs/small.yaml" in ended.stdout
+    assert_same(by_name, project_alone)
 
 
 def test_a_drained_node_is_named_and_waited_for(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:

@@ -33,12 +33,19 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 
 def run(
-    hosts: SshHosts, out: Path, *words: str, gate: Gate | None = None, on: str = "h1,h2", devices: int | str = 2
+    hosts: SshHosts,
+    out: Path,
+    *words: str,
+    gate: Gate | None = None,
+    on: str = "h1,h2",
+    devices: int | str = 2,
+    job: str = JOB,
+    cwd: Path | None = None,
 ) -> Any:
     """A context with the command on its way, as a `Started`."""
     shared = ("--exact", "--devices", str(devices), "--out", str(out), "--on", f"hosts:{on} -F {hosts.config}")
     variables = {"PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
-    return start_command([sys.executable, "-m", "shoal", "run", JOB, *shared, *words], out, variables)
+    return start_command([sys.executable, "-m", "shoal", "run", job, *shared, *words], out, variables, cwd=cwd)
 
 
 def test_two_hosts(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
@@ -85,6 +92,28 @@ def test_a_lost_rank_starts_all_again(hosts: SshHosts, undisturbed: Ended, tmp_p
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
     assert_same(out, undisturbed)
+
+
+def test_a_package_with_a_configuration(hosts: SshHosts, project: Path, project_alone: Ended, tmp_path: Path) -> None:
+    """By path with a lost rank, by name, and a resume with another value."""
+    config, gate = ("--config", "configs/small.yaml"), Gate(tmp_path / "gate", STEP)
+    by_path, by_name = project / "by-path", project / "by-name"
+    words = (*config, "--checkpoint-every", "2")
+    with run(hosts, by_path, *words, gate=gate, job="src/flowers/train.py", cwd=project) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        os.kill(started.workers()[1], signal.SIGKILL)
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
+    assert_same(by_path, project_alone)
+    with run(hosts, by_name, *config, job="flowers.train:job", cwd=project) as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(by_name, project_alone)
+    (project / "configs" / "small.yaml").write_text("lr: 0.3\nepochs: 2\n", encoding="utf-8")
+    with run(hosts, by_name, *config, "--resume", job="flowers.train:job", cwd=project) as started:
+        ended = started.wait(LIMIT_SECONDS).fails(2)
+    assert "lr: 0.1 -> 0.3, from configs/small.yaml" in ended.message.given
+    assert_same(by_name, project_alone)
 
 
 def test_a_host_whose_cable_is_out_is_named(hosts: SshHosts, tmp_path: Path) -> None:
