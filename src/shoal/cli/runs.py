@@ -300,7 +300,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
             lines.append(shlex.join(["cd", commit["folder"]]))
         notes = [f"not in the patch: {name}: {reason}" for name, reason in (commit.get("left_out") or {}).items()]
         notes += [
-            f"under no version control, and not kept here: {name} (copy it)" for name in commit.get("untracked") or ()
+            f"under no version control, and not kept here: {name}" for name in commit.get("untracked") or ()
         ]
         steps.append(("the code, as it was", [*lines, *(f"# {' '.join(note.splitlines())}" for note in notes)]))
     else:

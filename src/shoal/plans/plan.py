@@ -55,7 +55,10 @@ class _Section(BaseModel):
 
 
 class Layout(_Section):
-    """Degrees of the mesh axes, each at least 1; their product is the world size."""
+    """Degrees of the mesh axes, each at least 1; their product is the world size.
+
+    Raises: pydantic.ValidationError for a degree that is no integer of at least 1.
+    """
 
     data: Degree = 1
     shard: Degree = 1

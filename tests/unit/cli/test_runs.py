@@ -187,7 +187,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
         f"git apply {source}/uncommitted.patch",
         "cd jobs",
         "# not in the patch: x.pem: its name suggests a secret",
-        "# under no version control, and not kept here: new.py (copy it)",
+        "# under no version control, and not kept here: new.py",
         "# the packages",
         "python -m venv .venv",
         ". .venv/bin/activate  # Python 3.11.7",

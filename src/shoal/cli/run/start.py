@@ -22,7 +22,7 @@ from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, killed_for_memory, visible_gpus
 from shoal.jobs.job_file import parse_target, with_settings_of
-from shoal.jobs.settings import setting_text, source_of, written
+from shoal.jobs.settings import is_below, setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
@@ -204,7 +204,8 @@ def trained(
     arguments, killed = ["run", request.what.job.target], killed_for_memory()
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
-        nonlocal request
+        nonlocal request, killed
+        killed = killed_for_memory()
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         if not lost_at:
@@ -422,11 +423,12 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         of_files = {name: setting for name, setting in job.settings if source_of(setting) and is_other}
         job = with_settings_of(job, saved)
         for name, setting in job.settings:
-            if name in of_files and setting_text(name, setting) != setting_text(name, of_files[name]):
-                say_note(
-                    f"{written(name, of_files[name])} changes nothing: {written(name, setting)} of the run overrides "
-                    f"files; to change it write --set {name}=VALUE"
-                )
+            for below in (one for one in of_files if is_below(one, name)):
+                if setting_text(name, setting) != setting_text(below, of_files[below]):
+                    say_note(
+                        f"{written(below, of_files[below])} changes nothing: {written(name, setting)} of the run "
+                        f"overrides files; to change it write --set {below}=VALUE"
+                    )
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))

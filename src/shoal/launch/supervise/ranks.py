@@ -96,7 +96,8 @@ class RankProcess:
             if self.log is not None:
                 with contextlib.suppress(OSError):
                     output = last_lines(self.log.read_text(errors="replace"))
-            how = "; ".join(filter(None, (calls, f"{how} without a word{output}")))
+            ended = "the launcher ended it" if self.given_up else f"{how} without a word"
+            how = "; ".join(filter(None, (calls, f"{ended}{output}")))
         return rank_lost(
             f"rank {self.rank} (process {self.process.pid})",
             how + (f"\nIt was in\n{shown}" if shown else ""),

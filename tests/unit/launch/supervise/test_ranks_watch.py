@@ -61,6 +61,14 @@ def test_a_conductor_that_is_well_is_asked_to_end_and_may_save(monkeypatch: pyte
     assert leader.given_up
 
 
+def test_a_rank_that_the_launcher_ended_is_not_said_to_have_been_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _ = watched(monkeypatch, saves=None)
+    monkeypatch.setattr(leader.process, "wait", leader.process.poll, raising=False)
+    assert leader.loss({}).conflict.startswith("the launcher ended it")
+    leader.given_up = False
+    assert leader.loss({}).conflict.startswith("it was killed by SIGKILL without a word")
+
+
 def test_a_conductor_that_is_asked_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, _ = watched(monkeypatch, saves=None)
     (asked, first), (ended, second) = leader.process.told  # type: ignore[attr-defined]
