@@ -299,9 +299,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
         if commit.get("folder") not in (None, "."):
             lines.append(shlex.join(["cd", commit["folder"]]))
         notes = [f"not in the patch: {name}: {reason}" for name, reason in (commit.get("left_out") or {}).items()]
-        notes += [
-            f"under no version control, and not kept here: {name}" for name in commit.get("untracked") or ()
-        ]
+        notes += [f"under no version control, and not kept here: {name}" for name in commit.get("untracked") or ()]
         steps.append(("the code, as it was", [*lines, *(f"# {' '.join(note.splitlines())}" for note in notes)]))
     else:
         steps.append(
