@@ -102,9 +102,9 @@ def test_a_resume_says_which_settings_of_a_file_the_run_overrides(job: str, caps
     assert "width" not in said
     assert dict(request(*resume, "--set", "lr=0.25").what.job.settings)["lr"] == "0.25"
     assert not capsys.readouterr().err
-    began(Path("o"), {"given": {"lr": "0.1", "depth": '{"of": 1}'}, "config": config})
+    began(Path("p"), {"given": {"depth": '{"of": 1}'}, "config": config})
     Path("small.toml").write_text("[depth]\nof = 2\n")
-    request(*resume)
+    request(job, "--out", "p", "--resume", "--config", "small.toml")
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("note: depth.of=2 in small.toml changes nothing: ")
     assert "write --set depth.of=VALUE" in said
