@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from shoal.errors import CommandError, nearest
-from shoal.jobs.job_file import JobModule
 
 T = TypeVar("T")
 
@@ -527,7 +526,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
         from shoal.jobs.settings import source_of  # imported late: pydantic
 
         job = options.job
-        if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
+        if job.by_value or (job.handed is not None and job.module != job.module.of_file(job.path)):
             raise CommandError(
                 given="a job that is an object of this program",
                 conflict="the ranks are started by an engine, on other hosts too, which do not have it",
