@@ -69,7 +69,7 @@ def test_a_run_by_a_file(tmp_path: Path) -> None:
     assert "--set db.password=..." in said
     shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", "--set", "db.password=abcdefgh")
     other = ("--set", "db.password=abc", "-o", "other.npz")
-    said = shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", *other, code=2)
+    said = shoal(tmp_path, "predict", "job.py", "runs/file", "--data", "train", *other)
     assert "another value of db.password than the run had" in said
 
     listed = json.loads(shoal(tmp_path, "runs", "--filter", "optimizer.lr=0.5", "--sort=-steps", "--json"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
 from shoal.jobs.job_file import JobRequest, called, is_path, load, parse_target, split_target, with_settings_of
 from shoal.jobs.job_object import is_job
-from shoal.jobs.settings import Setting, refuse_other_secrets, settings_from
+from shoal.jobs.settings import Setting, note_other_secrets, settings_from
 from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
@@ -111,7 +111,7 @@ class Run:
                 remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function itself; "
                 "or build the model yourself: run.model(into=MODEL)",
             )
-        refuse_other_secrets(settings, description)
+        note_other_secrets(settings, description)
         return job
 
     def __repr__(self) -> str:

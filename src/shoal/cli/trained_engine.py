@@ -27,7 +27,7 @@ from shoal.hardware.detect import cores
 from shoal.jobs.handed_job import HandedJob
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target, with_settings_of
-from shoal.jobs.settings import refuse_other_secrets
+from shoal.jobs.settings import note_other_secrets
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.launch.signals import Signals
@@ -69,7 +69,7 @@ class WeightsRequest:
         """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
         loaded = load(with_settings_of(self.job, of_run, all_known=True))
-        refuse_other_secrets(loaded.settings, of_run)
+        note_other_secrets(loaded.settings, of_run)
         grains = of_run.get("grains")
         if loaded.job.grains is None and grains is not None:
             return replace(loaded, job=replace(loaded.job, grains=grains))  # saves computing the default

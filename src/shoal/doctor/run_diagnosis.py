@@ -18,7 +18,7 @@ from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
 from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError, folded
 from shoal.jobs.job_file import JobRequest, load, with_settings_of
-from shoal.jobs.settings import refuse_other_secrets, setting_text
+from shoal.jobs.settings import note_other_secrets, setting_text
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep, account_of
 from shoal.plans.plan import Plan, plan_text, read_plan
@@ -126,7 +126,7 @@ def planned_for(request: JobRequest, files: RunFiles, times: RunTimes, losses: t
     try:
         with inside_run(os.environ):
             loaded = load(request)
-        refuse_other_secrets(loaded.settings, files.job)
+        note_other_secrets(loaded.settings, files.job)
         plan = read_plan(plan_file) if plan_file.exists() else Plan()
         steps = [MeasuredStep.of(record) for record in steady(files.records)]
         planned = planned_run(question(loaded.job, base_of(plan), "here", None).case, plan, steps, times)

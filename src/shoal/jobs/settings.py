@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
-from shoal.errors import JobFileError, SettingError, nearest
+from shoal.errors import JobFileError, SettingError, nearest, say_note
 from shoal.jobs.differences import differences
 from shoal.jobs.secret_settings import is_hidden, without_secrets
 
@@ -493,21 +493,17 @@ def _name(wanted: Any) -> str:
     )
 
 
-def refuse_other_secrets(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse secrets that are not those which the run was given, by their digests.
+def note_other_secrets(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Print a note about secrets that are not those which the run was given, by their digests.
+
+    They may have been renewed, so they are not refused.
 
     Args:
         settings: complete settings, as `job_file.load` returns them.
         saved: job.json of the run.
-
-    Raises: SettingError.
     """
     hidden = [name for name, setting in (saved.get("given") or {}).items() if is_hidden(setting)]
     names = [one.name for one in differences(settings, saved.get("settings") or {}) if is_hidden(one.theirs)]
     names = [name for name in names if any(is_below(name, one) or is_below(one, name) for one in hidden)]
     if names:
-        raise SettingError(
-            given=f"another value of {', '.join(names)} than the run had",
-            conflict="a run directory has no secrets but their digests, and the digests differ",
-            remedy=f"give the run's: {' '.join(f'--set {name}=...' for name in names)}, or settings= from Python",
-        )
+        say_note(f"another value of {', '.join(names)} than the run had, which is right if it was renewed")
