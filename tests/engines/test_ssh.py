@@ -83,28 +83,27 @@ def test_asked_to_stop(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> N
     assert_same(out, undisturbed)
 
 
-def test_a_lost_rank_starts_all_again(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
-    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
-    with run(hosts, out, "--checkpoint-every", "2", gate=gate) as started:
+def train_through_a_lost_rank(hosts: SshHosts, out: Path, gate: Gate, *words: str, **more: Any) -> None:
+    """Trains to the end, while SIGKILL ends rank 1 in a step."""
+    with run(hosts, out, *words, "--checkpoint-every", "2", gate=gate, **more) as started:
         started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
         os.kill(started.workers()[1], signal.SIGKILL)
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
+
+
+def test_a_lost_rank_starts_all_again(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_through_a_lost_rank(hosts, out, Gate(tmp_path / "gate", STEP))
     assert_same(out, undisturbed)
 
 
 def test_a_package_with_a_configuration(hosts: SshHosts, project: Path, project_alone: Ended, tmp_path: Path) -> None:
     """By path with a lost rank, by name, and a resume with another value."""
-    config, gate = ("--config", "configs/small.yaml"), Gate(tmp_path / "gate", STEP)
-    by_path, by_name = project / "by-path", project / "by-name"
-    words = (*config, "--checkpoint-every", "2")
-    with run(hosts, by_path, *words, gate=gate, job="src/flowers/train.py", cwd=project) as started:
-        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
-        os.kill(started.workers()[1], signal.SIGKILL)
-        gate.open()
-        ended = started.wait(LIMIT_SECONDS).expect(0)
-    assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
+    config, by_path, by_name = ("--config", "configs/small.yaml"), project / "by-path", project / "by-name"
+    gate = Gate(tmp_path / "gate", STEP)
+    train_through_a_lost_rank(hosts, by_path, gate, *config, job="src/flowers/train.py", cwd=project)
     assert_same(by_path, project_alone)
     with run(hosts, by_name, *config, job="flowers.train:job", cwd=project) as started:
         started.wait(LIMIT_SECONDS).expect(0)

@@ -192,8 +192,7 @@ def trial_job(job: JobRequest, files: RunFiles, times: RunTimes, num_steps: int)
     # A trial has the run's number of threads.
     own_threads = times.threads is not None and times.device == "cpu"
     variables: dict[str, str | None] = {"OMP_NUM_THREADS": str(times.threads)} if own_threads else {}
-    target = f"{job.target}:{job.function}" if job.function else job.target
-    return TrialJob(target, plan, num_steps, tuple(arguments), variables, folder=folder)
+    return TrialJob(job.argument, plan, num_steps, tuple(arguments), variables, folder=folder)
 
 
 def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:

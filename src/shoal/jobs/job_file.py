@@ -525,6 +525,11 @@ class JobRequest:
         return self.dotted or str(self.path)
 
     @property
+    def argument(self) -> str:
+        """The word of a command that names the job: the target, and the function if the request has one."""
+        return f"{self.target}:{self.function}" if self.function else self.target
+
+    @property
     def name(self) -> str:
         """A short name for the run: the module's, with the function's unless that is `job`."""
         extra = f"-{self.function}" if self.function and self.function != "job" else ""

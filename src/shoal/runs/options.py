@@ -533,9 +533,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
                 remedy="write the job function into a file of its own, and give its path: "
                 'shoal.run("file.py:job", ...)',
             )
-        target = f"{job.target}:{job.function}" if job.function else job.target
         own = tuple(pair for pair in job.settings if source_of(pair[1]) is None)
-        options = replace(options, job=target, set=own, config=tuple(file.path for file in job.config))
+        options = replace(options, job=job.argument, set=own, config=tuple(file.path for file in job.config))
     for one in declared(type(options)):
         value = getattr(options, one.name)
         if one.name in without or value == one.default:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +21,7 @@ from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submit
 from shoal.cli.run.way_out import with_way_out
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, killed_for_memory, visible_gpus
-from shoal.jobs.job_file import parse_target, with_settings_of
+from shoal.jobs.job_file import JobRequest, parse_target, with_settings_of
 from shoal.jobs.settings import is_below, setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
@@ -201,7 +201,7 @@ def trained(
     `stream`: destination of rank 0's output, default this process's output. The caller handles signals.
     """
     recovery = Recovery(request.course.max_restarts, RunDirectory(request.where.out))
-    arguments, killed = ["run", request.what.job.target], killed_for_memory()
+    arguments, killed = ["run", request.what.job.target], 0  # processes that the kernel had killed at the newest start
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request, killed
@@ -391,6 +391,23 @@ def verification_of(options: RunOptions) -> VerifyOptions:
     return VerifyOptions(**same, out=out, steps=2)
 
 
+def _note_overridden_files(of_call: JobRequest, job: JobRequest, saved: Mapping[str, Any]) -> None:
+    """Print a note for each setting of other configuration files that one of the resumed run overrides.
+
+    `of_call`: the job of this call. `job`: the same with the run's settings. `saved`: job.json of the run.
+    """
+    if [one.sha256 for one in of_call.config] == [one["sha256"] for one in saved.get("config") or ()]:
+        return
+    of_files = {name: setting for name, setting in of_call.settings if source_of(setting)}
+    for name, setting in job.settings:
+        for below in (one for one in of_files if is_below(one, name)):
+            if setting_text(name, setting) != setting_text(below, of_files[below]):
+                say_note(
+                    f"{written(below, of_files[below])} changes nothing: {written(name, setting)} of the run "
+                    f"overrides files; to change it write --set {below}=VALUE"
+                )
+
+
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     """Create the request from options. `suffix`: end of a default directory's name.
 
@@ -419,16 +436,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job) if options.resume else None
     if saved:
-        is_other = [one.sha256 for one in job.config] != [one["sha256"] for one in saved.get("config") or ()]
-        of_files = {name: setting for name, setting in job.settings if source_of(setting) and is_other}
-        job = with_settings_of(job, saved)
-        for name, setting in job.settings:
-            for below in (one for one in of_files if is_below(one, name)):
-                if setting_text(name, setting) != setting_text(below, of_files[below]):
-                    say_note(
-                        f"{written(below, of_files[below])} changes nothing: {written(name, setting)} of the run "
-                        f"overrides files; to change it write --set {below}=VALUE"
-                    )
+        of_call, job = job, with_settings_of(job, saved)
+        _note_overridden_files(of_call, job, saved)
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))

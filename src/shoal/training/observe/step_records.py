@@ -236,7 +236,7 @@ class RecordWriter:
         self._block = []
 
     def _append(self, line: StepRecord | TrainedAgain) -> None:
-        if len(self._waiting) >= _MOST_LATE:  # marks stay: without them steps would count twice
+        if len(self._waiting) >= _MOST_LATE:  # the oldest record: without a mark steps would count twice
             del self._waiting[next((i for i, one in enumerate(self._waiting) if isinstance(one, StepRecord)), 0)]
         self._waiting.append(line)
         if time.monotonic() >= self._next or (len(self._waiting) >= _TOGETHER and not self._refused):
