@@ -154,6 +154,11 @@ class StepGraph:
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
 
+    def close(self) -> None:
+        """Free the recording."""
+        if self._recording is not None:
+            self._recording.close()
+
     def body(self) -> tuple[Tensor, ...]:
         """Compute the step on the device. Return packed numbers, the next step's mask, sums and failures.
 
@@ -187,14 +192,19 @@ class StepGraph:
 
 
 class CapturedStep:
-    """Graph of a run's steps. If a run cannot have a graph, a single note reports the reason."""
+    """Graph of a run's steps, which may be constructed and dropped before any step.
+
+    `why_not`: why no step is captured, or None. `note`, if given, receives the same reason once.
+    """
+
+    why_not: str | None = None
 
     def __init__(
-        self, parts: TrainingParts, runner: StepRunner, note: Callable[[str], None], recorder: Recorder
+        self, parts: TrainingParts, runner: StepRunner, recorder: Recorder, note: Callable[[str], None] | None = None
     ) -> None:
         self._parts, self._runner, self._note, self._recorder = parts, runner, note, recorder
         self._graph: StepGraph | None = None
-        self._refused, self._modules = False, list(parts.model.modules())
+        self._modules = list(parts.model.modules())
         self._num_others = self._num_captures = self._num_slow = 0
 
     def read_at_once(self, *, is_slow: bool = False) -> None:
@@ -215,10 +225,21 @@ class CapturedStep:
         else:
             self._refuse("steps of this job are read before the next one is queued")
 
+    @property
+    def replays(self) -> bool:
+        """True if a step is captured, so that steps of its shape are replayed."""
+        return self._graph is not None
+
+    def drop(self) -> None:
+        """Free the graph. Call it before the process group ends; a later step may be captured again."""
+        if self._graph is not None:
+            self._graph.close()
+        self._graph = None
+
     def begin(self) -> None:
         """Prepare for queued steps: drop the graph if other code has replaced its tensors."""
         if self._graph is not None and not self._graph.fits():
-            self._graph = None
+            self.drop()
 
     def queue(
         self, fetched: FetchedStep, scale: LossScale, progress: Progress, masked: Tensor | None
@@ -228,7 +249,7 @@ class CapturedStep:
         `masked`: bool [], whether the previous step masks this step. Raises: UserCodeError from the schedule.
         """
         data, first = fetched.data, fetched.first
-        if self._refused or fetched.error is not None or data is None or first is None:
+        if self.why_not is not None or fetched.error is not None or data is None or first is None:
             return None
         parts, microbatch = self._parts, first.microbatch
         if data.num_microbatches != 1:
@@ -299,15 +320,16 @@ class CapturedStep:
             self._refuse(str(link) if link is not None else f"{type(error).__name__}: {first_line}")
             del link  # else its traceback keeps this frame, and the frames of the forward, with their tensors
         else:
-            if self._num_captures == 1:
+            if self._num_captures == 1 and self._note is not None:
                 self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")
             return graph
         return None
 
     def _refuse(self, reason: str) -> None:
-        if not self._refused:
+        if self.why_not is None and self._note is not None:
             self._note(f"execution.cuda_graph: no graph, and steps are queued one operation after the other: {reason}")
-        self._refused, self._graph = True, None
+        self.why_not = self.why_not or reason
+        self.drop()
 
 
 @contextlib.contextmanager
@@ -346,6 +368,7 @@ class Recording:
 
     replay: Callable[[], None]
     outputs: tuple[Tensor, ...]
+    close: Callable[[], None] = lambda: None  # frees what the replays use
 
 
 class CaptureRules(TorchDispatchMode):
@@ -425,7 +448,7 @@ class CudaRecorder(Recorder):
                 own.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
                 own.set_state(state)
             raise
-        return Recording(graph.replay, outputs)
+        return Recording(graph.replay, outputs, graph.reset)
 
 
 # Recorder by type of device, for devices with graphs.

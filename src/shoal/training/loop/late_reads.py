@@ -94,7 +94,7 @@ class LateReads:
         self._captured: CapturedStep | None = None
         if parts.plan.execution.cuda_graph:
             device = parts.mesh.device
-            self._captured = CapturedStep(parts, runner, note, RECORDERS[device.type](device))
+            self._captured = CapturedStep(parts, runner, RECORDERS[device.type](device), note)
         self.is_possible = self._possible or self._captured is not None  # False: `apply` is False for every step
 
     def apply(self, state: RunState, agreement: Agreement) -> bool:
@@ -217,6 +217,11 @@ class LateReads:
                 self._records.write(agreement)
         sums = StepSums(values, Flags())
         return sums, self._parts.updater.queued(sums.weight, flight.scale, norm, flight.rate), agreement
+
+    def close(self) -> None:
+        """Free the captured step, which may use the process group."""
+        if self._captured is not None:
+            self._captured.drop()
 
     def was_added(self, *, followed: bool) -> None:
         """Write the records that are complete after a step was added. `followed`: another step is already launched."""

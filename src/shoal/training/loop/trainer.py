@@ -283,6 +283,8 @@ class Trainer:
                 self._records.write()
             callbacks.end("failed", error=shown)
             raise shown from error
+        finally:
+            self._late.close()
         last = agree(self._mesh, Report(requests=NOTICED if parts.loader.incidents else 0, measures=self._measures))
         if last.requests:
             share_incidents(parts, self._around, self.state)
