@@ -118,6 +118,14 @@ RUN_OPTIONS: Table = {
     "--max-microbatch: exact": Acts(
         PLAIN.with_(MICRO, "1", "--exact", "--set", "change=one sample a grain"), PLAIN, forwards, 1
     ),
+    "--share-gpu": Says(PLAIN.with_("--share-gpu"), "--share-gpu: no effect, since torch sees no GPU", PLAIN),
+    "--share-gpu: a graph": Refuses(
+        Call(plan={"layout": {"data": 2}, "execution": {"cuda_graph": True}}, arguments=("--share-gpu",)),
+        "exchange tensors through the host, which no graph captures",
+    ),
+    "--share-gpu: of the planner": Refuses(
+        PLAIN.with_("--share-gpu", "--devices", "auto"), "expects a GPU for each process"
+    ),
     "--workers": Acts(
         BY_ITEM.with_("--workers", "2"),
         BY_ITEM,
@@ -323,6 +331,7 @@ VERIFY_OPTIONS: Table = {
     "--precision": Acts(ALL, VERIFIED, certified("plan", "precision", "compute"), "bfloat16"),
     "--set": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["change"], "by item"),
     "--config": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["lr"], 0.5),
+    "--share-gpu": Says(VERIFIED.with_("--share-gpu"), "--share-gpu: no effect, since torch sees no GPU", VERIFIED),
     "--steps": Acts(ALL, VERIFIED, certified("steps"), 2),
     "--steps: in words": Refuses(VERIFIED.with_("--steps", "all"), "--steps takes a whole number"),
     "--steps: beyond the job's length": Says(

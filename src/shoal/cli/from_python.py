@@ -58,6 +58,7 @@ def run(
     config: PathText | Sequence[PathText] = (),
     out: PathText | None = None,
     max_microbatch: int | None = None,
+    share_gpu: bool = False,
     workers: int | None = None,
     steps: int | None = None,
     resume: bool = False,
@@ -97,6 +98,7 @@ def run(
     | `config` | YAML, TOML or JSON files with settings; later ones, and settings, override earlier ones |
     | `out` | the run directory, or its address (s3://...); default: runs/NAME |
     | `max_microbatch` | put at most N samples in one forward (default: as many as fit the plan) |
+    | `share_gpu` | let several processes share a GPU, over Gloo and slowly, for tests |
     | `workers` | load data with N processes per rank (default: 0) |
     | `steps` | end after step N of the same schedule (default: the job's length) |
     | `resume` | continue from the newest good checkpoint in the run directory |

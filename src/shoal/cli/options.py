@@ -99,6 +99,12 @@ class TrainingOptions:
         page="the most samples in one forward, in whole grains",
         refused="fewer than a grain has",
     )
+    share_gpu: bool = switch(
+        "let several processes share a GPU, over Gloo and slowly, for tests",
+        page="processes share the GPUs, for tests: their collectives go [through the host](verify.md#on-one-gpu), "
+        "over Gloo",
+        refused="a CUDA graph; a plan of the planner, or a range of devices; noted: no GPU",
+    )
     workers: int | None = option(
         "load data with N processes per rank (default: 0)",
         "N",

@@ -62,7 +62,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             seed_loading()
             return with_judged_grains(judged, load(request.what.job).job)
 
-        trace_forked(make, plan, folder, num_steps, num_threads, options=options)
+        trace_forked(make, plan, folder, num_steps, num_threads, options=options, shares_gpu=request.where.shares_gpu)
         outcome = read_outcome(folder / "parallel")
         plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
         parallel_seconds = time.monotonic() - began

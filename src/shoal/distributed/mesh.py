@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.joining import JOIN_TIMEOUT, choose_interface, connect, meet, refuse_loopback
 from shoal.distributed.lost_hosts import HostWatch
-from shoal.errors import LaunchError, PeerError, ShoalError, from_json
+from shoal.errors import LaunchError, PeerError, ShoalError, from_json, say_note
 from shoal.launch.environment import Environment
 from shoal.numerics.operators import raw_bytes
 from shoal.plans.plan import AXES, Layout
@@ -53,6 +53,7 @@ class Mesh:
     host: str
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     store: Store | None = None  # of all ranks, for messages outside of collectives; None for one process
+    through_host: bool = False  # whether tensors on GPUs travel through the host, over Gloo: ranks share the GPUs
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that differ from this rank along `axis` only; None means all ranks.
@@ -158,8 +159,11 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
             conflict=f"the plan's layout needs {layout.world_size}",
             remedy=f"start {layout.world_size} processes, or use a plan for {environment.world_size}",
         )
-    device = choose_device(environment)
-    mesh = Mesh(layout, environment.rank, device, socket.gethostname())
+    device, backend = choose_device(environment)
+    if environment.shares_gpu and device.type == "cpu" and environment.rank == 0:
+        say_note("--share-gpu: no effect, since torch sees no GPU here")
+    through_host = device.type == "cuda" and backend == "gloo" and layout.world_size > 1
+    mesh = Mesh(layout, environment.rank, device, socket.gethostname(), through_host=through_host)
     if layout.world_size == 1:
         yield mesh
         return
@@ -169,7 +173,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         choose_interface(environment)
     watch = HostWatch()
     with watch.opening():
-        store, place = _assemble(environment, mesh)
+        store, place = _assemble(environment, mesh.host, backend)
     try:
         yield replace(mesh, groups=open_groups(layout), store=PrefixStore(f"{place}/hooks", store))
     finally:
@@ -177,7 +181,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
+def _assemble(environment: Environment, host: str, backend: str) -> tuple[Store, str]:
     """Open the default process group. Return its store and its key prefix in the store. Raises: LaunchError."""
     store = _open_store(environment)
     try:
@@ -186,9 +190,9 @@ def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
         number = 1 if environment.agent_store else opened  # torchrun starts each rank once; any other store is new
         opened = opened if environment.agent_store else 1
         place = f"shoal/{environment.restarts}/{opened}"
-        meet(PrefixStore(f"{place}/present", store), environment, mesh.host, number=number)
+        meet(PrefixStore(f"{place}/present", store), environment, host, number=number)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if mesh.device.type == "cuda" else "gloo",
+            backend,
             store=PrefixStore(place, store),
             rank=environment.rank,
             world_size=environment.world_size,
@@ -223,21 +227,70 @@ def new_group(
     return own
 
 
-def choose_device(environment: Environment) -> torch.device:
-    """Return the GPU of this local rank if torch sees GPUs, else the CPU. Raises: LaunchError for too few GPUs."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
+class RankDevice(NamedTuple):
+    """A rank's device, and torch's name for the backends of its collectives."""
+
+    device: torch.device
+    backend: str
+
+
+# NCCL's own variable for two ranks on a GPU, and the first release that has it.
+_SEVERAL_RANKS, _SEVERAL_SINCE, _MOST_RANKS = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30), 2
+
+
+def choose_device(environment: Environment) -> RankDevice:
+    """Return this rank's device, and let CUDA use it. Raises: as `device_of`."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    several = num_gpus > 0 and os.environ.get(_SEVERAL_RANKS) == "1"
+    chosen = device_of(environment, num_gpus, torch.cuda.nccl.version() if several else None)
+    if chosen.device.type == "cuda":
+        torch.cuda.set_device(chosen.device)
+    return chosen
+
+
+def device_of(environment: Environment, num_gpus: int, several_by: Sequence[int] | None = None) -> RankDevice:
+    """Return the device and the backend of a rank on a host where torch sees `num_gpus` GPUs.
+
+    With GPUs, a rank has its own GPU and NCCL. Ranks that may share GPUs use Gloo, which copies through the host: NCCL
+    refuses two ranks on one GPU unless its own variable allows them.
+
+    Args:
+        environment: the rank's environment.
+        num_gpus: number of GPUs that this process sees.
+        several_by: NCCL's version if its variable allows two ranks on a GPU, else None.
+
+    Raises:
+        LaunchError: too few GPUs, or an NCCL that is too old for its variable.
+    """
+    if num_gpus == 0:
+        return RankDevice(torch.device("cpu"), "gloo")
+    ranks, given = environment.local_world_size, f"{environment.local_world_size} processes on this host"
     own = environment.own_gpu and num_gpus == 1
-    if environment.local_world_size > num_gpus and not own:
+    over_nccl = "cpu:gloo,cuda:nccl"
+    if not environment.shares_gpu:
+        if ranks > num_gpus and not own:
+            raise LaunchError(
+                given=given,
+                conflict=f"it has {num_gpus} GPU(s), and a GPU serves one process",
+                remedy=f"use --devices {num_gpus} at most, CUDA_VISIBLE_DEVICES= for CPU processes, or --share-gpu for "
+                "a test in which several processes share a GPU",
+            )
+        return RankDevice(torch.device("cuda", 0 if own else environment.local_rank), over_nccl)
+    device = torch.device("cuda", environment.local_rank % num_gpus)
+    if several_by is None:
+        return RankDevice(device, "gloo")
+    conflict = None
+    if tuple(several_by[:2]) < _SEVERAL_SINCE:
+        conflict = f"NCCL {'.'.join(map(str, several_by))} takes one process a GPU; {_SEVERAL_RANKS} is of NCCL 2.30"
+    elif ranks > _MOST_RANKS * num_gpus and not own:
+        conflict = f"it has {num_gpus} GPU(s), and NCCL takes {_MOST_RANKS} processes a GPU"
+    if conflict is not None:
         raise LaunchError(
-            given=f"{environment.local_world_size} processes on this host",
-            conflict=f"it has {num_gpus} GPU(s), and a GPU serves one process",
-            remedy=f"use --devices {num_gpus} at most, or CUDA_VISIBLE_DEVICES= for CPU processes",
+            given=f"{given}, with --share-gpu and {_SEVERAL_RANKS}=1",
+            conflict=conflict,
+            remedy=f"unset {_SEVERAL_RANKS}: then they share a GPU over Gloo",
         )
-    device = torch.device("cuda", 0 if own else environment.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return RankDevice(device, over_nccl)
 
 
 def _open_store(environment: Environment) -> Store:

@@ -61,6 +61,7 @@ class Environment:
     listen_fd: int | None = None  # an open listening socket for rank 0's store
     agent_store: bool = False  # whether a launcher already serves a store
     own_gpu: bool = False  # whether the process may see only its own GPU
+    shares_gpu: bool = False  # whether ranks of a host may share its GPUs
     restarts: int = 0  # how many times the engine has restarted the ranks
     key: str | None = field(default=None, repr=False)  # a secret of the run, if its launcher made one
     host: int = 0  # the number of this host

@@ -203,7 +203,7 @@ class _Axes:
             device=mesh.device,
             followers=followers,
         )
-        messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
+        messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, through_host=mesh.through_host)
         alone = mesh.layout.tensor * mesh.layout.context == 1
         units = StageUnits(self.model, {}, keep=False, late=False)  # none: nothing is cut over the shard axis yet
         pipeline = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)

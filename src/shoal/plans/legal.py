@@ -416,6 +416,17 @@ def idle(plan: Plan) -> Iterator[str]:
         yield f"precision.loss_scale = {scale!r} has no effect on {compute} compute"
 
 
+def on_shared_gpu(plan: Plan) -> Iterator[Conflict]:
+    """Yield this plan's conflicts with several ranks on one GPU."""
+    if plan.execution.cuda_graph and plan.num_processes > 1:
+        yield Conflict(
+            "execution.cuda_graph",
+            "execution.cuda_graph = true, with --share-gpu",
+            "ranks that share a GPU exchange tensors through the host, which no graph captures",
+            "execution.cuda_graph = false, or leave --share-gpu out",
+        )
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Limits of a layout: the job's grains, and the model's structure. None means unknown."""

@@ -12,7 +12,7 @@ from shoal.errors import InUseError, LaunchError, PlanError, RunDirectoryError, 
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
-from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
+from shoal.plans.legal import ModelFacts, conflicts, idle, on_shared_gpu, refuse
 from shoal.plans.plan import read_plan
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, relaid, warn_of
 from shoal.runs.certificate import Certificate
@@ -58,18 +58,24 @@ class What:
 
 @dataclass(frozen=True)
 class Where:
-    """Run directory of a request, and the generation of ranks that writes there."""
+    """Run directory of a request, the generation of ranks that writes there, and whether ranks share GPUs."""
 
     out: Path
     address: str | None = None  # of the run directory; `out` is then a working copy
     numbered: str | None = None  # name of a default `out`, which may get another number
     generation: int = 0  # of the ranks; 0 before the directory is taken
     resizable: bool = False  # whether the launcher can change the number of ranks
+    shares_gpu: bool = False  # whether ranks of a host may share its GPUs
 
     @property
     def shown(self) -> str:
         """The run directory as the user gave it."""
         return self.address or str(self.out)
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs on this host if that limits the number of processes, else 0."""
+        return 0 if self.shares_gpu else visible_gpus()
 
     @property
     def fence(self) -> Fence:
@@ -111,8 +117,8 @@ class RunRequest:
             Certificate.read(Path(self.course.require_certificate))
 
     def check_plan(self) -> None:
-        """Warn of settings without effect. Raises: PlanError with every conflict inside the plan."""
-        refuse(conflicts(self.what.plan))
+        """Warn of settings without effect. Raises: PlanError with every conflict of the plan."""
+        refuse([*conflicts(self.what.plan), *(on_shared_gpu(self.what.plan) if self.where.shares_gpu else ())])
         if self.origin("plan") is not Origin.RUN:  # such a plan also has settings that the user did not write
             warn_of(idle(self.what.plan))
 
@@ -136,7 +142,7 @@ class RunRequest:
         """Return the request for ranks that are about to start, in a new generation. Raises: as `Fence.next`."""
         reason = reason or ("resumed" if self.course.resume else "begun")
         where, size = self.where, self.what.plan.num_processes
-        after, gpus = where.fence if where.generation else None, visible_gpus() if where.resizable else 0
+        after, gpus = where.fence if where.generation else None, where.num_gpus if where.resizable else 0
         fence = Fence.next(where.out, size, reason, after, resizable=where.resizable, gpus=gpus)
         return replace(self, where=replace(where, generation=fence.generation))
 
@@ -146,7 +152,7 @@ class RunRequest:
         Raises: PlanError.
         """
         job = read_json(RunDirectory(self.where.out).job) or {}
-        plan = with_processes(self.what.plan, devices, job, visible_gpus())
+        plan = with_processes(self.what.plan, devices, job, self.where.num_gpus)
         what = replace(self.what, plan=plan, judged=None, recorded_grains=job.get("grains"))
         origins = {**self.origins, "layout": Origin.OPTION}
         return replace(self, what=what, origins=origins).with_own_sums()._resuming(lost_at=at)

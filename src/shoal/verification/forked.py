@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,9 +41,11 @@ def trace_forked(
     num_threads: int = 1,
     *,
     options: Options = AS_PLANNED,
+    shares_gpu: bool = False,
 ) -> None:
-    """Trace the plan's `runs` of `make()` on this host, each into the folder of its name. `options`: the engine's.
+    """Trace the plan's `runs` of `make()` on this host, each into the folder of its name.
 
+    `options`: the engine's. `shares_gpu`: whether ranks may share a GPU.
     Raises: the error of a rank; RankLostError.
     """
 
@@ -50,6 +53,7 @@ def trace_forked(
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
+        environment = replace(environment, shares_gpu=shares_gpu)
         trace_rank(make(), ranks, environment, into, num_steps, options=options)
 
     with contextlib.ExitStack() as groups:

@@ -174,6 +174,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "config": (["--config", "a.toml", "--config", "b.toml"], {"config": [Path("a.toml"), "b.toml"]}),
     "out": (["--out", "there"], {"out": Path("there")}),
     "max_microbatch": (["--max-microbatch", "4"], {"max_microbatch": 4}),
+    "share_gpu": (["--share-gpu"], {"share_gpu": True}),
     "workers": (["--workers", "2"], {"workers": 2}),
     "steps": (["--steps", "9"], {"steps": 9}),
     "resume": (["--resume"], {"resume": True}),

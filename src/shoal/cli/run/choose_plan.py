@@ -140,6 +140,10 @@ def _check(options: RunOptions, asks: bool) -> None:
     elif options.cluster is not None and not asks:
         given, conflict = f"--cluster {options.cluster}", "only the planner asks for it"
         remedy = "add --plan auto, or leave --cluster out"
+    elif options.share_gpu and (asks or ":" in str(options.devices)):
+        given = f"--share-gpu {_spelled(options) if asks else f'--devices {options.devices}'}"
+        conflict = "the planner expects a GPU for each process"
+        remedy = "write --devices 2 or --layout tensor=2, say, or leave --share-gpu out"
     else:
         return
     raise CommandError(given=given, conflict=conflict, remedy=remedy)

@@ -471,7 +471,12 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
                     remedy=f'leave {one.flag} out, or train with server.mode = "none"',
                 )
     what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))
-    where = Where(directory.path, options.address, numbered=None if options.out or options.resume else name)
+    where = Where(
+        directory.path,
+        options.address,
+        numbered=None if options.out or options.resume else name,
+        shares_gpu=options.share_gpu,
+    )
     return RunRequest(what, where, course, options.started_at, origins)
 
 

@@ -109,6 +109,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
     """Train. Raises: a shoal error, whose traceback is stored in the run directory."""
+    environment = replace(environment, shares_gpu=request.where.shares_gpu)
     directory = RunDirectory(request.where.out)
     start_up = StartUp(request.lost_at or request.started_at)
     start_up.ends("launch")

@@ -34,23 +34,39 @@ from shoal.plans.schedule import Action, ActionKind, Actions, actions
 class StageMessages:
     """Messages of the rank at index `place` in `ranks`. With P ranks, stage s is on ranks[s % P]."""
 
-    def __init__(self, ranks: Sequence[int], place: int, groups: dict[str, dist.ProcessGroup | None]) -> None:
-        self._ranks, self.place, self._groups = list(ranks), place, groups
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        place: int,
+        groups: dict[str, dist.ProcessGroup | None],
+        *,
+        through_host: bool = False,
+    ) -> None:
+        self._ranks, self.place, self._groups, self._through_host = list(ranks), place, groups, through_host
         self.num_ranks = len(self._ranks)
         self._pending: deque[tuple[Any, Tensor]] = deque()
         self._here: dict[tuple[str, int, int], list[Tensor]] = {}
 
     @classmethod
-    def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> StageMessages:
+    def open(
+        cls,
+        every: Sequence[Sequence[int]],
+        rank: int,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+        *,
+        through_host: bool = False,
+    ) -> StageMessages:
         """Return the messages of this rank's stages. `every`: the ranks of each pipeline of the run.
 
+        `through_host`: whether messages are copies in the host's memory, since Gloo sends no tensor of a GPU.
         Each direction has its own group: over NCCL, messages between two ranks of one group wait for each other, even
         in opposite directions. Collective: all ranks, four new groups per pipeline.
         """
         mine = next((ranks for ranks in every if rank in ranks), (rank,))
         several = [ranks for ranks in every if len(ranks) > 1]
         ways = ("forward", "forward around", "backward", "backward around")
-        return cls(mine, list(mine).index(rank), {way: new_group(several, timeout) for way in ways})
+        groups = {way: new_group(several, timeout) for way in ways}
+        return cls(mine, list(mine).index(rank), groups, through_host=through_host)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -68,6 +84,7 @@ class StageMessages:
         group = self._group(way, self.place, to)
         for value in values:
             whole = value.detach().contiguous()
+            whole = whole.cpu() if self._through_host else whole
             work = dist.isend(whole, self._ranks[to], group=group)
             self._pending.append((work, whole))  # keeps the tensor alive until it is sent
 
@@ -82,7 +99,12 @@ class StageMessages:
         group = self._group(way, source, self.place)
         values = [blank.empty() for blank in blanks]
         for value in values:
-            dist.recv(value, self._ranks[source], group=group)
+            if self._through_host:
+                there = torch.empty_like(value, device="cpu")
+                dist.recv(there, self._ranks[source], group=group)
+                value.copy_(there)
+            else:
+                dist.recv(value, self._ranks[source], group=group)
         return values
 
     def _group(self, way: str, source: int, to: int) -> dist.ProcessGroup | None:

@@ -125,7 +125,7 @@ def shard(
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
         unit.set_reduce_scatter_unused_params(True)  # another rank's grains may use what this rank's do not
-        if mesh.device.type == "cpu":
+        if mesh.device.type == "cpu" or mesh.through_host:  # Gloo scales no sum
             unit.set_force_sum_reduction_for_comms(True)
         homes: dict[nn.Module, _Home] = {}  # torch finds Keras variables there, by their parameters' names
         for group in param_groups(unit):

@@ -175,7 +175,8 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
 
     Raises: PeerError if the conductor is gone before; errors of the job.
     """
-    local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
+    ranks = plan.layout.data
+    local = Environment(role.number, ranks, role.number, ranks, shares_gpu=environment.shares_gpu)
     with contextlib.closing(introduce(environment, role, job, plan)) as wire:
         try:
 
@@ -186,7 +187,9 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
                         wire.send({"kind": "alive"})
 
             threading.Thread(target=beat, daemon=True).start()
-            with contextlib.closing(build(job, plan, alone(choose_device(local)), Options(observer=watch))) as engine:
+            with contextlib.closing(
+                build(job, plan, alone(choose_device(local).device), Options(observer=watch))
+            ) as engine:
                 watch.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
                 with contextlib.closing(Worker(engine, wire, key_of(environment))) as worker:
                     worker.attend()

@@ -116,6 +116,7 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "code": loaded.code,
         "plan": request.what.plan.to_mapping(),
         "--max-microbatch": request.what.max_microbatch,
+        "--share-gpu": request.where.shares_gpu,
         **request.course.compared(),
         "device": mesh.device.type,
     }
