@@ -48,6 +48,11 @@ class GrainScope(TorchFunctionMode):
         self._left: Tensor | None = None
         self._passed: set[bytes] = set()
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each grain."""
+        return tuple(self._sizes)
+
     def __enter__(self) -> GrainScope:
         """Seed the generators. A later entry, such as a pipeline's for the backward, continues from the last exit."""
         seed_torch(self._key)

@@ -1,8 +1,11 @@
-"""Compilation of a model's blocks by torch.compile, except for operations by grain.
+"""Compilation of a training step by torch.compile: the regions of a model, and the switch to eager steps.
 
-torch captures the blocks as graphs without the active GrainScope. Operations that the scope divides by grains (random
-numbers, batch statistics) are cut out of each graph. They run unchanged, under the scope, between compiled parts. A
-mask or a mean is therefore the same with and without compilation. See docs/decisions/0013-recompute-and-compile.md.
+A region is one captured graph. Where nothing needs the borders of blocks, model and loss are one region. Batch
+statistics by grain are part of it, because torch captures once for each division into grains. Other operations that a
+GrainScope divides are cut out of the graph. They run unchanged, under the scope, between compiled parts.
+
+A backward is never part of a region: torch would skip the hooks on parameters without an error.
+See docs/decisions/0013-recompute-and-compile.md.
 """
 
 from __future__ import annotations
@@ -12,56 +15,146 @@ import importlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import PlanError, SettingWarning
-from shoal.numerics.grain_randomness import belongs_to_grains
+from shoal.numerics.batch_statistics import normalised_at_once
+from shoal.numerics.grain_randomness import active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
-from shoal.parallel.blocks.recompute import Recomputed, recomputed
+from shoal.parallel.blocks.recompute import recomputed
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
-_CUDA_GRAPHS = "triton.cudagraphs"
 # Blocks that differ in a number (such as the layer's index) compile separately, and count against one limit.
 _MOST_GRAPHS = 128
+Function = Callable[..., Any]
 
 
-def compile_blocks(model: nn.Module, plan: Plan, precision: Precision, pipeline: Pipeline | None = None) -> list[str]:
-    """Compile a model's blocks, or the whole model if it repeats none, at their first forward with gradients.
+class Regions:
+    """Compiled regions of a model, which share its modules with eager steps.
+
+    `enabled` switches between compiled and eager steps at any time between two steps. A disabled region calls the
+    function that it replaces; its graphs stay for the next switch. A region compiles at its first call with gradients
+    and at a call with another division into grains. Afterwards it launches its kernels on the current stream and reads
+    nothing from the device, so a CUDA graph may capture it.
+
+    `names`: what is compiled. `cuts`: operations that run uncompiled between parts of a region, with their modules.
+    `blocks`: modules with a backward of their own, because their gradients are sent while others are computed.
+    """
+
+    def __init__(self, compiler: Callable[[], Function] | None = None, *, exact: bool = False) -> None:
+        """Create the regions of a model. `compiler`: returns the compiler of graphs, at the first compilation."""
+        self.enabled = True
+        self.names: list[str] = []
+        self.cuts: set[str] = set()
+        self.blocks: Sequence[str] = ()
+        self.whole: Region | None = None  # the loss with the model, as a function of (model, batch)
+        self.exact, self._prepare = exact, compiler
+        self._compiler: Function | None = None
+        self._backends: dict[tuple[int, ...] | None, Backend] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Time that this process has spent in torch's compiler."""
+        if not self._backends:
+            return 0.0
+        return float(importlib.import_module("torch._dynamo.utils").calculate_time_spent().get("total_wall_time", 0.0))
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute eagerly within the context."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def around(self, name: str, forward: Function, instead: Function | None = None) -> Region:
+        """Return a forward as a region. `instead`: called if torch cannot capture it."""
+        self.names.append(name)
+        return Region(name, forward, self, instead)
+
+    def backend(self, sizes: tuple[int, ...] | None) -> Backend:
+        """Return the backend for a microbatch of grains of these sizes, or without a GrainScope if None.
+
+        One object serves all regions, so that equal blocks share their graphs.
+        """
+        if self._compiler is None:
+            assert self._prepare is not None
+            self._compiler = self._prepare()
+        if sizes not in self._backends:
+            self._backends[sizes] = Backend(self, self._compiler, sizes)
+        return self._backends[sizes]
+
+    def __deepcopy__(self, memo: Any) -> Regions:
+        return self
+
+
+def compile_blocks(
+    model: nn.Module, plan: Plan, precision: Precision, pipeline: Pipeline | None = None, loss: Function | None = None
+) -> Regions:
+    """Compile a model with its loss, or else its blocks, at their first call with gradients.
 
     The function changes `forward` of module instances. Forwards without gradients, as in an evaluation, are not
     compiled.
-    Returns: the names of what is compiled. Raises: PlanError if there is no compiler.
+
+    Args:
+        model: the model.
+        plan: the plan; with `execution.compile = "none"` nothing is compiled.
+        precision: the precision of the run.
+        pipeline: the pipeline, if the model has stages.
+        loss: the loss of (model, batch), whose region is `Regions.whole`; None to compile the model's forward alone.
+
+    Raises: PlanError if there is no compiler.
     """
     kind = plan.execution.compile
     if kind == "none":
-        return []
+        return Regions()
     if not isinstance(precision.products(), contextlib.nullcontext):
         given = f"execution.compile = {kind!r} has no effect: on this processor each product of {precision.compute}"
         warnings.warn(f"{given} is computed in float32", SettingWarning, stacklevel=2)
-        return []
+        return Regions()
     _require_compiler(precision.device)
-    backend = Backend(_options(kind, precision.device, plan.execution.exact), plan.execution.exact)
+    exact = plan.execution.exact
+    if precision.device.type == "cpu" and kind != "default":
+        rest = "" if kind == "reduce-overhead" else "; products are tuned"
+        message = f"execution.compile = {kind!r} has no effect on cpu beyond 'default': no CUDA graphs{rest}"
+        warnings.warn(message, SettingWarning, stacklevel=2)
+    regions = Regions(partial(_inductor, kind, precision.device, exact), exact=exact)
+    blocks = [block.name for block in repeated_blocks(model)]
+
+    def by_block() -> None:
+        regions.blocks = ()
+        again = recomputed(model)
+        for block in again:  # the backward calls the compiled forward again
+            block.forward = regions.around(block.name, block.forward)
+        modules = {} if again else {name: model.get_submodule(name) for name in blocks} or {type(model).__name__: model}
+        for name, module in modules.items():
+            module.forward = regions.around(name, module.forward)
+
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
-        return pipeline.stages.compile(lambda name, forward: Compiled(name, forward, backend))
-    blocks: list[Recomputed] = recomputed(model)
-    for block in blocks:  # the backward calls the compiled forward again
-        block.forward = Compiled(block.name, block.forward, backend)
-    if blocks:
-        return [block.name for block in blocks]
-    modules = {b.name: b.module for b in repeated_blocks(model)} or {type(model).__name__: model}
-    for name, module in modules.items():
-        module.forward = Compiled(name, module.forward, backend)
-    return list(modules)
+        pipeline.stages.compile(regions.around)
+    elif exact or plan.shards_model or recomputed(model):  # the same regions on every number of ranks
+        by_block()
+    else:
+        regions.blocks = blocks if plan.layout.divides_grains > 1 else ()
+        if loss is None:
+            model.forward = regions.around(type(model).__name__, model.forward)
+        else:
+            regions.whole = regions.around(f"{type(model).__name__} and its loss", loss, by_block)
+    return regions
 
 
 def _require_compiler(device: torch.device) -> None:
@@ -87,10 +180,11 @@ def _require_compiler(device: torch.device) -> None:
         )
 
 
-def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
-    """Return Inductor's options for a mode of torch.compile, and prepare this process for compilation."""
+def _inductor(kind: str, device: torch.device, exact: bool) -> Function:
+    """Return Inductor as the compiler of graphs for a mode of torch.compile, and prepare this process for it."""
     # Loaded only here: the imports take more than a second.
     dynamo, inductor = importlib.import_module("torch._dynamo"), importlib.import_module("torch._inductor")
+    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_GRAPHS)
     dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 4 * _MOST_GRAPHS)
     # torch causes the warning itself: to capture a graph, it reads `.grad` of every tensor.
@@ -99,56 +193,71 @@ def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
     if device.type == "cpu":
         # Otherwise a pool of processes stays with each rank; one process compiles C++ for all the blocks in seconds.
         inductor.config.compile_threads = 1
-        if options.pop(_CUDA_GRAPHS, False):
-            rest = "" if kind == "reduce-overhead" else "; products are tuned"
-            message = f"execution.compile = {kind!r} has no effect on cpu beyond 'default': no CUDA graphs{rest}"
-            warnings.warn(message, SettingWarning, stacklevel=3)
-    # Draws that the cuts miss come from torch's own generators, where Computer notices them.
+        options.pop("triton.cudagraphs", None)
+    # Draws that the cuts miss come from torch's own generators, where the loss's computer notices them.
     options["fallback_random"] = True
     if exact and hasattr(inductor.config, "deterministic"):
         options["deterministic"] = True
-    return options
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
+        compiled: Function = compile_fx(graph, list(inputs), config_patches=options)
+        return compiled
+
+    return compiler
 
 
-class Compiled:
-    """Forward of a block, compiled if gradients are enabled, once for each set of shapes.
+class Region:
+    """Function that is compiled if gradients are enabled, once for each set of shapes and each division into grains.
 
-    If torch cannot capture the block as one graph, it runs uncompiled, with a warning. In exact mode that is an error,
-    since another rank might have captured it.
+    If torch cannot capture the function as one graph, it runs uncompiled, with a warning. In exact mode that is an
+    error, since another rank might have captured it.
     """
 
-    def __init__(self, name: str, forward: Callable[..., Any], backend: Backend) -> None:
-        self.name, self.forward, self._backend = name, forward, backend
-        self._compiled: Callable[..., Any] | None = None
+    def __init__(self, name: str, forward: Function, regions: Regions, instead: Function | None = None) -> None:
+        self.name, self.forward, self._regions, self._instead = name, forward, regions, instead
+        self._compiled: dict[tuple[int, ...] | None, Function] = {}
         self._given_up = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the compiled forward: a copy of the model compiles its own."""
-        return {**self.__dict__, "_compiled": None}
+        """Return the state without the compiled function: a copy of the model compiles its own."""
+        return {**self.__dict__, "_compiled": {}, "_instead": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the block's output."""
-        if self._given_up or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Return the function's result."""
+        regions = self._regions
+        is_eager = self._given_up or not regions.enabled or not torch.is_grad_enabled()
+        if is_eager or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        if self._compiled is None:
+        scope = active_scope()
+        sizes = scope.sizes if scope is not None else None
+        call = self._compiled.get(sizes)
+        if call is None:
             # With a graph per shape, the kernels of exact mode do not depend on the shapes seen before.
-            dynamic = False if self._backend.exact else None
-            self._compiled = torch.compile(self.forward, backend=self._backend, fullgraph=True, dynamic=dynamic)
-        from torch._dynamo.exc import TorchDynamoException
+            dynamic = False if regions.exact else None
+            call = torch.compile(self.forward, backend=regions.backend(sizes), fullgraph=True, dynamic=dynamic)
+            self._compiled[sizes] = call
+        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
+        # torch compiles nothing under a dispatch mode; no mode has to see inside a region.
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
         try:
-            with torch._C.DisableTorchFunction():
-                return self._compiled(*args, **kwargs)
+            with torch._C.DisableTorchFunction(), modes:
+                return call(*args, **kwargs)
         except TorchDynamoException as error:  # raised before anything was computed
+            if isinstance(error, BackendCompilerFailed) and not isinstance(error.inner_exception, _HiddenError):
+                raise _failed(error) from error
             why = f"{type(error).__name__}: {_first_lines(error)}"
-            if self._backend.exact:
+            if regions.exact:
                 raise PlanError(
                     given=f"a plan with execution.compile in exact mode, and {self.name}",
                     conflict=f"it cannot be compiled, or not for one more shape: {why}",
                     remedy="write execution.compile = 'none', or give it batches of fewer different shapes",
                 ) from error
             self._given_up = True
+            regions.names.remove(self.name)
             warnings.warn(f"{self.name} is not compiled: {why}", SettingWarning, stacklevel=2)
+            if self._instead is not None:
+                self._instead()
         return self.forward(*args, **kwargs)
 
 
@@ -157,50 +266,64 @@ def _first_lines(error: Exception) -> str:
     return "; ".join(lines[:3])[:300] or type(error).__name__
 
 
+def _failed(error: Exception) -> PlanError:
+    return PlanError(
+        given="a plan with execution.compile",
+        conflict=f"torch's compiler failed: {type(error).__name__}: {_first_lines(error)}",
+        remedy="write execution.compile = 'none'",
+    )
+
+
+class _HiddenError(Exception):
+    """Error for an operation that a scope divides, within a function that is one operation of the graph."""
+
+
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """torch.compile backend for captured graphs.
+    """torch.compile backend for the captured graphs of microbatches whose grains have certain `sizes`."""
 
-    One object serves all blocks, so that equal blocks share their graphs.
-    """
+    regions: Regions
+    compiler: Function
+    sizes: tuple[int, ...] | None = None
 
-    options: dict[str, Any]
-    exact: bool
-    compiler: str | Callable[..., Any] = "inductor"
-
-    def __deepcopy__(self, memo: Any) -> Backend:
-        return self
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the graph as a callable: its parts compiled, or called under the scope."""
-        nodes = list(graph.graph.nodes)
-        own = {node: _needs_scope(node) for node in nodes if node.op.startswith("call_")}
-        for child in graph.modules():
-            if child is not graph and isinstance(child, torch.fx.GraphModule):
-                hidden = [n for n in child.graph.nodes if n.op.startswith("call_") and _needs_scope(n)]
-                if hidden:
-                    raise RuntimeError(f"{hidden[0].target} within a function that is one operation of the graph")
-        if not any(own.values()):
-            return self._compile(graph)
-        if any(getattr(n.target, "__name__", "") in _STATES for n in own):
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
+        """Return the graph as a callable: compiled, or its parts compiled or called under the scope."""
+        for own in graph.modules():
+            for node in own.graph.nodes if isinstance(own, torch.fx.GraphModule) else ():
+                if node.target is F.batch_norm and self.sizes is not None and _needs_scope(node):
+                    value = node.args[0].meta.get("example_value") if node.args else None
+                    if value is not None and value.shape[0] == sum(self.sizes):
+                        node.target, node.args = normalised_at_once, (self.sizes, *node.args)
+                if own is not graph and node.op.startswith("call_") and _needs_scope(node):
+                    raise _HiddenError(f"{node.target} within a function that is one operation of the graph")
+        graph.recompile()
+        parts: dict[torch.fx.Node, int] = {}
+        kinds: list[str | None] = []  # of each part: the block, or None if it runs under the scope
+        for node in graph.graph.nodes:
+            if not node.op.startswith("call_"):
+                continue
+            name = ".".join(_modules(node))
+            kind = next((b for b in self.regions.blocks if f".{b}." in f".{name}."), "")
+            if _needs_scope(node):
+                kind = None
+                self.regions.cuts.add(f"{getattr(node.target, '__name__', node.target)} in {name or 'the forward'}")
+            if not kinds or kinds[-1] != kind:
+                kinds.append(kind)
+            parts[node] = len(kinds) - 1
+        if len(kinds) < 2 and None not in kinds:
+            return self.compiler(graph, inputs)
+        if any(getattr(node.target, "__name__", "") in _STATES for node in parts):
             return _under_scope(graph.forward)
         from torch.fx.passes.split_module import split_module
 
-        parts: dict[torch.fx.Node, int] = {}
-        kinds: list[bool] = []
-        for node in nodes:
-            if node in own:
-                if not kinds or kinds[-1] != own[node]:
-                    kinds.append(own[node])
-                parts[node] = len(kinds) - 1
         whole: torch.fx.GraphModule = split_module(graph, nn.Module(), lambda node: parts[node])
         for name, child in list(whole.named_children()):
             assert isinstance(child, torch.fx.GraphModule)
-            scoped = kinds[int(name.rpartition("_")[2])]
-            child.forward = _under_scope(_source(child)) if scoped else self._compile(child)
+            is_cut = kinds[int(name.rpartition("_")[2])] is None
+            child.forward = _under_scope(_source(child)) if is_cut else self._compile(child)
         return _source(whole)
 
-    def _compile(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+    def _compile(self, graph: torch.fx.GraphModule) -> Function:
         forward = _source(graph)
 
         def part(*args: Any) -> Any:
@@ -209,26 +332,16 @@ class Backend:
         # A function: torch silently skips code that is in no file. It has its own code object, since torch keeps
         # compiled graphs by code. Otherwise torch would try all parts of all blocks in turn.
         wrapper = FunctionType(part.__code__.replace(), part.__globals__, part.__name__, None, part.__closure__)
-        call = torch.compile(
-            wrapper,
-            fullgraph=True,
-            dynamic=False if self.exact else None,
-            backend=self.compiler,
-            options=dict(self.options) or None,
-        )
+        dynamic = False if self.regions.exact else None
+        call = torch.compile(wrapper, fullgraph=True, dynamic=dynamic, backend=self.compiler)
 
         def run(*args: Any) -> Any:
             from torch._dynamo.exc import TorchDynamoException
-            from torch._inductor.exc import InductorError
 
             try:
                 return call(*args)
-            except (TorchDynamoException, InductorError) as error:
-                raise PlanError(
-                    given="a plan with execution.compile",
-                    conflict=f"torch's compiler failed: {type(error).__name__}: {_first_lines(error)}",
-                    remedy="write execution.compile = 'none'",
-                ) from error
+            except TorchDynamoException as error:
+                raise _failed(error) from error
 
         return run
 
@@ -240,6 +353,12 @@ _STATES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "
 def _needs_scope(node: torch.fx.Node) -> bool:
     target = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
     return belongs_to_grains(target, node.args, node.kwargs)
+
+
+def _modules(node: torch.fx.Node) -> list[str]:
+    """Return the parts of the name of the module whose forward calls an operation, from the region's own module on."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].rpartition("]")[2].split(".")[1:] if stack else []
 
 
 def _source(graph: torch.fx.GraphModule) -> Callable[..., Any]:

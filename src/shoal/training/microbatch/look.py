@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 # Fused and separate computations differ by rounding: at most about one unit in the last place per operation before the
 # loss. The sum grows with the square root of the number of operations: 64 units allow some thousand in sequence.
 FUSION_TOLERANCE_UNITS = 64
-# Messages of torch if parameters without storage, or compiled code, have no second derivative.
-_NO_SECOND_DERIVATIVE = ("setStorage", "storage of size 0", "double backward", "second time", "freed")
+# Messages of torch if parameters without storage have no second derivative.
+_NO_SECOND_DERIVATIVE = ("setStorage", "storage of size 0", "second time", "freed")
 # Before these steps, counted from 1, a look searches for state that a job creates after its first step.
 LATER_STEPS = (2, 10, 100)
 # Number of further forwards after which state may matter, and the same for state in a container that grows.
@@ -62,7 +62,7 @@ class LookSums:
 
     def __init__(self, computer: LossComputer) -> None:
         self._computer = computer
-        self._differentiates = not computer.divided and not computer.compiles
+        self._differentiates = not computer.divided
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[NoTrace]:
@@ -72,7 +72,12 @@ class LookSums:
         rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
         try:
             # The step repeats the model's warnings.
-            with rounding, self._computer.no_trace() as no_trace, warnings.catch_warnings():
+            with (
+                rounding,
+                computer.regions.disabled(),
+                self._computer.no_trace() as no_trace,
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 yield no_trace
                 no_trace.restore()
@@ -115,7 +120,7 @@ class LookSums:
             no_trace.restore()
         self._differentiates = True  # the loss itself computes derivatives
         try:
-            return run(with_backward=computer.cut or computer.compiles)
+            return run(with_backward=computer.cut)
         except Exception as error:
             cause = error.__cause__ if isinstance(error, UserCodeError) else error
             if cause is None or isinstance(cause, ShoalError) or is_lost_peer(cause) or is_out_of_memory(cause):
@@ -123,12 +128,9 @@ class LookSums:
             if not any(sign in text_of(cause) for sign in _NO_SECOND_DERIVATIVE):
                 raise
             raise JobError(
-                given="a loss that differentiates the model, with "
-                + ("parameters that are cut over the shard axis" if computer.cut else "compiled blocks"),
-                conflict="a rank has each unit's parameters whole only in its forward and in one backward"
-                if computer.cut
-                else "torch.compile gives no derivative of a derivative",
-                remedy='write shard.level = "optimizer"' if computer.cut else 'write execution.compile = "none"',
+                given="a loss that differentiates the model, with parameters that are cut over the shard axis",
+                conflict="a rank has each unit's parameters whole only in its forward and in one backward",
+                remedy='write shard.level = "optimizer"',
             ) from error
 
     def _of_gradients(self, total: Any, trace: NoTrace) -> tuple[float, ...]:
@@ -226,7 +228,7 @@ class Look:
                         conflict="no attribute of a module and no variable of the loss has that name",
                         remedy="write the module's name and the attribute's, such as 'encoder.calls'",
                     )
-            allowed = self._state(grains, no_trace, gradients=not (computer.divided or computer.compiles))
+            allowed = self._state(grains, no_trace, gradients=not computer.divided)
             computation = replace(result.computation, kept_state=allowed)
             # A grain's loss to compare with other ranks; None if the model is divided or draws in other ways.
             first_grain, self._seen, grain_loss = self._seen, None, None

@@ -38,6 +38,7 @@ from shoal.parallel.base import (
     buffer_sums,
     microbatch_sums,
 )
+from shoal.parallel.blocks.compiled import Regions
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import meaning
@@ -116,7 +117,13 @@ _PAST_THE_MODEL = (
 
 
 def refuse_past_the_model(what: str, error: Exception) -> None:
-    """Raise a JobError if torch's error reports a use of cut parameters outside the model's own forward."""
+    """Raise a JobError if torch's error reports a use of cut parameters, or of compiled blocks, that they do not allow."""
+    if "double backward" in text_of(error):
+        raise JobError(
+            given=f"a {what} that differentiates the model, with compiled blocks",
+            conflict="torch.compile gives no derivative of a derivative",
+            remedy='write execution.compile = "none"',
+        ) from error
     if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
         raise JobError(
             given=f"a {what} that uses parameters or parts of the model by themselves, or differentiates twice through "
@@ -135,8 +142,8 @@ class LossComputer:
     """Loss of one job's microbatches on one device. `evaluate` computes it if the model is a pipeline.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
-    has the whole model. `compiles`: forwards with gradients are compiled. `gathers`: only the shard axis divides the
-    model, so each rank gathers whole parameters. `writing`: receives the modules with a forward that writes parameters.
+    has the whole model. `regions`: the compiled regions, if any. `gathers`: only the shard axis divides the model, so
+    each rank gathers whole parameters. `writing`: receives the modules with a forward that writes parameters.
     """
 
     def __init__(
@@ -150,19 +157,19 @@ class LossComputer:
         cut: bool = False,
         divided: bool = False,
         exact: bool = False,
-        compiles: bool = False,
+        regions: Regions | None = None,
         gathers: bool = False,
         writing: set[nn.Module] | None = None,
     ) -> None:
         self.writing = set() if writing is None else writing
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
-        self.exact, self.compiles, self.gathers = exact, compiles, gathers
+        self.exact, self.regions, self.gathers = exact, regions or Regions(), gathers
         self.look_seconds = 0.0  # total of all looks
         # Sums of an evaluation's first samples. A look compares them to detect state that training leaves.
         self.evaluation: Callable[[], tuple[float, ...]] | None = None
         self.has_evaluated = False  # since the last look for state; evaluations may leave state too
         self.cut, self.divided = cut, divided or cut or evaluate is not None
-        self.pair = LossPair(job.loss, precision)
+        self.pair = LossPair(self.regions.whole or job.loss, precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
         self._computes_plainly = isinstance(precision.products(), contextlib.nullcontext)
@@ -181,7 +188,7 @@ class LossComputer:
             "cut": self.cut,
             "divided": self.divided,
             "exact": self.exact,
-            "compiles": self.compiles,
+            "regions": self.regions,
         }
         return LossComputer(self.job, self.model, precision, self.computation, self.evaluate, **known)
 

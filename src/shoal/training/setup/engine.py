@@ -96,16 +96,14 @@ class Engine(TrainingParts):
     def rehearse(self) -> str | None:
         """Compute the first chunks of an evaluation, so that its errors appear before the first step.
 
-        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return a line for people
-        if each of several metrics runs the model again, otherwise None. Collective: all ranks.
+        Return a line for people if each of several metrics runs the model again, otherwise None. Collective: all ranks.
         """
-        if self.plan.execution.compile != "none":
-            return None
         calls: list[None] = []
         handle = self.model.register_forward_pre_hook(lambda model, args: calls.append(None))
         began = time.perf_counter()
         try:
-            self.evaluator.rehearse(self.model)
+            with self.computer.regions.disabled():
+                self.evaluator.rehearse(self.model)
         finally:
             handle.remove()
         self.strategy.rest()
@@ -239,8 +237,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         sharded_model = ShardedModel(sharded_model.mesh, model, hooks=sharded_model.hooks)
 
     # 4. Step: strategy, update and loss.
-    exact, compiles = plan.execution.exact, plan.execution.compile != "none"
-    together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
+    exact = plan.execution.exact
+    regions = together(mesh, lambda: compile_blocks(model, plan, precision, pipeline, job.loss))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     updated = {id(p) for p in parameters if strategy.update_division.updates(p)}
@@ -279,7 +277,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         divided=divided,
         cut=plan.shards_model,
         exact=exact,
-        compiles=compiles,
+        regions=regions,
         writing=sharded_model.division.writing,
         gathers=plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1,
     )
@@ -304,7 +302,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             for name, own in evaluation_data.items()
         }
     )
-    computer.evaluation = None if compiles else functools.partial(evaluator.first_sums, model)
+    computer.evaluation = functools.partial(evaluator.first_sums, model)
 
     def open_loader() -> Loader:
         given = f"length={job.length} with a stream as train_data"
