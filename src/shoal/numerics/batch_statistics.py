@@ -11,6 +11,7 @@ microbatch the rank adds the change of its slot, so the sum is its newest value.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -29,6 +30,8 @@ from shoal.numerics.precision import numbers
 from shoal.numerics.python_state import same_bits
 
 _RUNNING, _WEIGHTS = ("running_mean", "running_var"), ("weight", "bias")
+# Arguments of torch's function, in order.
+BATCH_NORM = ("input", *_RUNNING, *_WEIGHTS, "training", "momentum", "eps")
 
 
 def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
@@ -69,42 +72,33 @@ def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
     return len(parts) > 1 and input.is_cuda and input.is_contiguous() and len(set(map(len, parts))) == 1
 
 
-def normalised_at_once(
-    sizes: Sequence[int],
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def normalised_at_once(sizes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
     """Apply batch normalisation as `normalised_by_grain` does, in operations that torch.compile fuses.
 
     `sizes`: rows of each grain. Equal grains in sequence share their operations.
     """
     if len(sizes) == 1:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
-    outputs, means, variances = [], [], []
-    for (size, grains), part in zip(runs, input.split([size * grains for size, grains in runs]), strict=True):
+        return F.batch_norm(**given)
+    input, runs = given["input"], [(size, len(list(run))) for size, run in groupby(sizes)]
+    weight, bias = (None if given.get(name) is None else given[name].view(1, 1, -1, 1) for name in _WEIGHTS)
+    outputs, statistics = [], []
+    # A split, even into one part, keeps Inductor from fusing what is before it.
+    parts = [input] if len(runs) == 1 else input.split([size * grains for size, grains in runs])
+    for (size, grains), part in zip(runs, parts, strict=True):
         x = part.reshape(grains, size, input.shape[1], -1)
-        x = x.float() if x.itemsize < 4 else x
+        x = x.float() if x.itemsize < torch.float32.itemsize else x
         variance, mean = torch.var_mean(x, (1, 3), correction=0, keepdim=True)
-        outputs.append(((x - mean) * torch.rsqrt(variance + eps)).reshape(part.shape))
-        count, share = size * x.shape[3], size / len(input)
-        means.append(mean.detach().sum(0).view(-1) * share)
-        variances.append(variance.detach().sum(0).view(-1) * (share * count / max(count - 1, 1)))
-    whole = outputs[0] if len(runs) == 1 else torch.cat(outputs)
-    affine = [None if values is None else values.view(-1, *[1] * (input.ndim - 2)) for values in (weight, bias)]
-    whole = whole if affine[0] is None else whole * affine[0]
-    whole = whole if affine[1] is None else whole + affine[1]
+        x = (x - mean) * torch.rsqrt(variance + given.get("eps", 1e-5))
+        x = x if weight is None else x * weight
+        x = x if bias is None else x + bias
+        outputs.append(x.to(input.dtype).view(part.shape))
+        share, unbiased = size * grains / len(input), 1.0 / (1.0 - 1.0 / (size * x.shape[3]))
+        statistics.append([mean.detach().mean((0, 1, 3)) * share, variance.detach().mean((0, 1, 3)) * share * unbiased])
     with torch.no_grad():
-        for running, parts in ((running_mean, means), (running_var, variances)):
-            if running is not None:
-                running.mul_(1.0 - momentum).add_(torch.stack(parts).sum(0), alpha=momentum)
-    return whole.to(input.dtype)
+        for name, values in zip(_RUNNING, zip(*statistics, strict=True), strict=True):
+            if given.get(name) is not None:
+                given[name].lerp_(functools.reduce(torch.add, values), given.get("momentum", 0.1))
+    return outputs[0] if len(runs) == 1 else torch.cat(outputs)
 
 
 # Base of the digits of integers. The highest digit is not limited: see parallel.data.replicated.to_limbs.

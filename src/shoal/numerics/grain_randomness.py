@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.numerics.batch_statistics import normalised_by_grain
+from shoal.numerics.batch_statistics import BATCH_NORM, normalised_by_grain
 from shoal.numerics.draws import at_once, fill_kept, keep_mask, of_size, under, words_at
 from shoal.numerics.generators import device_generators, python_generators, seed_torch, torch_generator
 from shoal.plans.grains import Grain, random_key
@@ -219,8 +219,7 @@ def _dropout_arguments(
 
 
 def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(BATCH_NORM, args, strict=False)) | kwargs
     if not given.get("training", False):
         return func(*args, **kwargs)
     scope.calls += 1

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import PlanError, SettingWarning
-from shoal.numerics.batch_statistics import normalised_at_once
+from shoal.numerics.batch_statistics import BATCH_NORM, normalised_at_once
 from shoal.numerics.grain_randomness import active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.recompute import recomputed
@@ -291,9 +291,10 @@ class Backend:
         for own in graph.modules():
             for node in own.graph.nodes if isinstance(own, torch.fx.GraphModule) else ():
                 if node.target is F.batch_norm and self.sizes is not None and _needs_scope(node):
-                    value = node.args[0].meta.get("example_value") if node.args else None
+                    given = dict(zip(BATCH_NORM, node.args, strict=False)) | node.kwargs
+                    value = given["input"].meta.get("example_value")
                     if value is not None and value.shape[0] == sum(self.sizes):
-                        node.target, node.args = normalised_at_once, (self.sizes, *node.args)
+                        node.target, node.args, node.kwargs = normalised_at_once, (self.sizes, given), {}
                 if own is not graph and node.op.startswith("call_") and _needs_scope(node):
                     raise _HiddenError(f"{node.target} within a function that is one operation of the graph")
         graph.recompile()
@@ -303,15 +304,16 @@ class Backend:
             if not node.op.startswith("call_"):
                 continue
             name = ".".join(_modules(node))
-            kind = next((b for b in self.regions.blocks if f".{b}." in f".{name}."), "")
-            if _needs_scope(node):
-                kind = None
+            block = next((b for b in self.regions.blocks if f".{b}." in f".{name}."), "")
+            kind = None if _needs_scope(node) else block
+            if kind is None:
                 self.regions.cuts.add(f"{getattr(node.target, '__name__', node.target)} in {name or 'the forward'}")
             if not kinds or kinds[-1] != kind:
                 kinds.append(kind)
             parts[node] = len(kinds) - 1
         if len(kinds) < 2 and None not in kinds:
-            return self.compiler(graph, inputs)
+            compiled: Function = self.compiler(graph, inputs)
+            return compiled
         if any(getattr(node.target, "__name__", "") in _STATES for node in parts):
             return _under_scope(graph.forward)
         from torch.fx.passes.split_module import split_module

@@ -117,7 +117,7 @@ _PAST_THE_MODEL = (
 
 
 def refuse_past_the_model(what: str, error: Exception) -> None:
-    """Raise a JobError if torch's error reports a use of cut parameters, or of compiled blocks, that they do not allow."""
+    """Raise a JobError if torch's error reports a use that cut parameters or compiled blocks do not allow."""
     if "double backward" in text_of(error):
         raise JobError(
             given=f"a {what} that differentiates the model, with compiled blocks",
