@@ -15,7 +15,7 @@ import importlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -31,7 +31,7 @@ from shoal.numerics.batch_statistics import BATCH_NORM, normalised_at_once
 from shoal.numerics.grain_randomness import active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.recompute import recomputed
-from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.model.structure import is_composite, repeated_blocks
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -81,10 +81,13 @@ class Regions:
         finally:
             self.enabled = before
 
-    def around(self, name: str, forward: Function, instead: Function | None = None) -> Region:
-        """Return a forward as a region. `instead`: called if torch cannot capture it."""
+    def around(self, name: str, forward: Function, instead: Function | None = None, *, is_whole: bool = True) -> Region:
+        """Return a forward as a region.
+
+        `instead`: called if torch cannot capture it. `is_whole`: False if torch may leave out what it cannot capture.
+        """
         self.names.append(name)
-        return Region(name, forward, self, instead)
+        return Region(name, forward, self, instead, is_whole)
 
     def backend(self, sizes: tuple[int, ...] | None) -> Backend:
         """Return the backend for a microbatch of grains of these sizes, or without a GrainScope if None.
@@ -137,12 +140,19 @@ def compile_blocks(
 
     def by_block() -> None:
         regions.blocks = ()
-        again = recomputed(model)
-        for block in again:  # the backward calls the compiled forward again
-            block.forward = regions.around(block.name, block.forward)
-        modules = {} if again else {name: model.get_submodule(name) for name in blocks} or {type(model).__name__: model}
-        for name, module in modules.items():
-            module.forward = regions.around(name, module.forward)
+        again = {block.name: block for block in recomputed(model)}  # the backward calls the compiled forward again
+        modules = {name: model.get_submodule(name) for name in (again or blocks) if "[" not in name}
+        rest = [m for m in model.named_modules() if modules and is_composite(m[1]) and _is_apart(m[0], modules)]
+        for name, owner in [*(again or modules or {type(model).__name__: model}).items(), *rest]:
+            if not any(name.startswith(f"{other}.") for other, _ in rest):
+                owner.forward = regions.around(name, owner.forward)
+        if loss is not None:
+            model.forward = _Apart(model.forward)
+            own = regions.around("the loss", loss, is_whole=False)
+            if regions.whole is None:
+                regions.whole = own
+            else:
+                regions.whole.forward = own
 
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
         pipeline.stages.compile(regions.around)
@@ -206,6 +216,21 @@ def _inductor(kind: str, device: torch.device, exact: bool) -> Function:
     return compiler
 
 
+def _is_apart(name: str, modules: Collection[str]) -> bool:
+    """Return True if a module is in none of some modules, and has none of them."""
+    return bool(name) and not any(f"{a}.".startswith(f"{b}.") for own in modules for a, b in ((own, name), (name, own)))
+
+
+class _Apart:
+    """Forward that is called from a region and is no part of it."""
+
+    def __init__(self, forward: Function) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.compiler.disable(_under_scope(self.forward))(*args, **kwargs)
+
+
 class Region:
     """Function that is compiled if gradients are enabled, once for each set of shapes and each division into grains.
 
@@ -213,8 +238,11 @@ class Region:
     error, since another rank might have captured it.
     """
 
-    def __init__(self, name: str, forward: Function, regions: Regions, instead: Function | None = None) -> None:
+    def __init__(
+        self, name: str, forward: Function, regions: Regions, instead: Function | None = None, is_whole: bool = True
+    ) -> None:
         self.name, self.forward, self._regions, self._instead = name, forward, regions, instead
+        self._is_whole = is_whole
         self._compiled: dict[tuple[int, ...] | None, Function] = {}
         self._given_up = False
 
@@ -234,7 +262,8 @@ class Region:
         if call is None:
             # With a graph per shape, the kernels of exact mode do not depend on the shapes seen before.
             dynamic = False if regions.exact else None
-            call = torch.compile(self.forward, backend=regions.backend(sizes), fullgraph=True, dynamic=dynamic)
+            backend, whole = regions.backend(sizes), self._is_whole
+            call = torch.compile(self.forward, backend=backend, fullgraph=whole, dynamic=dynamic)
             self._compiled[sizes] = call
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
@@ -254,7 +283,7 @@ class Region:
                     remedy="write execution.compile = 'none', or give it batches of fewer different shapes",
                 ) from error
             self._given_up = True
-            regions.names.remove(self.name)
+            regions.names = [name for name in regions.names if name != self.name]
             warnings.warn(f"{self.name} is not compiled: {why}", SettingWarning, stacklevel=2)
             if self._instead is not None:
                 self._instead()
@@ -363,15 +392,15 @@ def _modules(node: torch.fx.Node) -> list[str]:
     return stack[-1][0].rpartition("]")[2].split(".")[1:] if stack else []
 
 
-def _source(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+def _source(graph: torch.fx.GraphModule) -> Function:
     """Return the graph's forward. Reading `code` makes torch write it: until then forward is a placeholder."""
     assert graph.code
     return graph.forward
 
 
-def _under_scope(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+def _under_scope(call: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._EnableTorchFunction():
-            return call(*args)
+            return call(*args, **kwargs)
 
     return run
