@@ -22,17 +22,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import PARTS, ROOT, Part
+from benchmarks.gpu_parts import PARTS, RESULTS, ROOT, Part
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 _MEASURED = ("src", "benchmarks", ":!benchmarks/results")
 _TAIL = 3000
-_END_SECONDS = 5.0  # for a process's start and end, beside a part's own limit
+END_SECONDS = 5.0  # for a process's start and end, beside a part's own limit
 
 
 def commit() -> str:
@@ -47,21 +47,16 @@ def commit() -> str:
         raise SystemExit("scripts/gpu: no commit is known here: give --commit HASH") from None
 
 
-def record_name(part: Part) -> str:
-    """The file of a part's record."""
-    return "-".join("".join(c if c.isalnum() else " " for c in part.name.lower()).split()) + ".json"
-
-
 def records(*folders: Path) -> dict[str, dict[str, Any]]:
     """Records by part, the later folder's first."""
-    names = {part.name: record_name(part) for part in PARTS}
+    names = {part.name: part.file for part in PARTS}
     found = {part: [f / name for f in reversed(folders) if (f / name).is_file()] for part, name in names.items()}
     return {part: json.loads(paths[0].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
 
 
 def run(part: Part, folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Runs a part and writes its record into the folder; a part that is late ends with its processes."""
-    target = folder / record_name(part)
+    target = folder / part.file
     found, output = target.with_suffix(".found"), target.with_suffix(".out")
     found.unlink(missing_ok=True)  # of a command that was killed
     dry = ["--dry"] if about["dry"] else []
@@ -139,7 +134,7 @@ def _line(name: str, value: Any) -> str:
 
 def following(found: Mapping[str, dict[str, Any]], at: str, seconds: float) -> Part | None:
     """The most wanted part without a record at this commit whose limit fits into the time."""
-    fitting = (part for part in PARTS if part.seconds + _END_SECONDS <= seconds)
+    fitting = (part for part in PARTS if part.seconds + END_SECONDS <= seconds)
     return next((part for part in fitting if found.get(part.name, {}).get("commit") != at), None)
 
 
@@ -150,15 +145,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--next", type=float, metavar="SECONDS", help="those without a record at this commit that fit")
     names = [part.name for part in PARTS]
     which.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    which.add_argument("--list", action="store_true", help="say which part would run when, and end")
     parser.add_argument("--dry", action="store_true", help="in tiny on the CPU, also where a GPU is")
     parser.add_argument("--commit", help="where this is no clone: what is measured")
     parser.add_argument("--out", type=Path, help="a folder (default: benchmarks/results/gpu; dry: runs/gpu-dry)")
     options = parser.parse_args(arguments)
+    if options.list:
+        ends = accumulate(part.seconds + END_SECONDS for part in PARTS)
+        print(
+            *(f"{end:5.0f} s  {part.name}: {part.satisfied_by}" for end, part in zip(ends, PARTS, strict=True)),
+            sep="\n",
+        )
+        return 0
     gpus = 0 if options.dry else torch.cuda.device_count()
     about = {
         "commit": options.commit or commit(),
         "device": ", ".join(torch.cuda.get_device_name(number) for number in range(gpus)) or "no GPU",
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+        },
         "dry": not gpus,
     }
     folder = (options.out or (RESULTS if gpus else ROOT / "runs" / "gpu-dry")).absolute()

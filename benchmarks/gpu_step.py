@@ -1,21 +1,28 @@
 """Claim: none: loops of one job on one device, which the parts of `scripts/gpu` time: shoal's, and its peers'.
 
-Repeat with `scripts/gpu --parts lenet` on a machine with a GPU. shoal's loop is its trainer, records and all. Each peer
-is a plain loop over the same model, loss and optimizer: eager, with model and loss under torch.compile or its
-"reduce-overhead", or with the whole step as one CUDA graph by hand. The loops run one after the other in one process.
-A block's time is taken between two synchronisations, after a fifth as many steps that are not counted. The plain loops
-copy pinned batches without waiting, and read the loss once a block. On a CPU nothing is captured, and the peers that
-compile take the backend aot_eager: their figures mean nothing there.
+Repeat with `scripts/gpu --parts lenet` on a machine with a GPU. shoal's loop is `shoal run` as a user starts it, in a
+process of its own, timed by the records that it writes once a trial of step modes is over. Each peer is a plain loop
+over the same model, loss and optimizer in this process: eager, with model and loss under torch.compile or its
+"reduce-overhead", with the whole step as one CUDA graph by hand, or by Lightning Fabric. A block of a plain loop is
+timed between two synchronisations, after a fifth as many steps that are not counted. The plain loops copy pinned
+batches without waiting, and read the loss once a block. On a CPU nothing is captured, and the peers that compile take
+the backend aot_eager: their figures mean nothing there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +30,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where `shoal run` loads this file
 import shoal
 from benchmarks import small_jobs
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
+from shoal.plans.plan import plan_text
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.runs.directory import read_json
 from shoal.runs.records import StepRecord
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 
 CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
-PEERS = ("eager", "compiled", "reduce-overhead", "graph")
+PEERS = ("eager", "compiled", "reduce-overhead", "graph", "fabric")
+# shoal's step modes by the loops' names, with the keys of a plan that set them.
+MODES: dict[str, dict[str, Any]] = {
+    "shoal": {},
+    "shoal eager": {"cuda_graph": False, "compile": "none"},
+    "shoal graph": {"cuda_graph": True},
+    "shoal compiled": {"compile": "default"},
+    "shoal compiled-graph": {"cuda_graph": True, "compile": "default"},
+}
 _WARM_UP = 3  # steps before a capture
 
 
@@ -69,13 +87,17 @@ _CONFIGURATIONS = {
 }
 
 
-def lenet(dry: bool) -> shoal.Job:
-    return small_jobs.lenet(8 if dry else 256)
+# A length at which each step mode pays; loops end long before.
+LENGTH = shoal.Steps(100_000)
 
 
-def resnet18(dry: bool) -> shoal.Job:
+def lenet(dry: bool = False) -> shoal.Job:
+    return replace(small_jobs.lenet(8 if dry else 256), length=LENGTH)
+
+
+def resnet18(dry: bool = False, grains: int | None = None) -> shoal.Job:
     """ResNet-18 of images of 28 x 28; in tiny one of its blocks."""
-    job = small_jobs.resnet18(8 if dry else 256)
+    job = replace(small_jobs.resnet18(8 if dry else 256), length=LENGTH, grains=grains)
     return replace(job, model=small_jobs.residual) if dry else job
 
 
@@ -97,17 +119,17 @@ def large(model: Callable[[], nn.Module], data: Callable[[], TensorDataset], bat
     """A job with a fused AdamW; of tokens unless `changes` has another loss."""
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     job = replace(small_jobs.gpt(batch), model=model, train_data=data, optimizer=optimizer, clip_norm=None)
-    return replace(job, **changes)
+    return replace(job, length=LENGTH, **changes)
 
 
-def gpt2(dry: bool, batch: int = 16, tokens: int = 50_257) -> shoal.Job:
+def gpt2(dry: bool = False, batch: int = 16, tokens: int = 50_257) -> shoal.Job:
     """GPT-2 of 124 M parameters with a context of 1024."""
     layers, width, heads, block = (2, 32, 2, 16) if dry else (12, 768, 12, 1024)
     batch, tokens = (4, 250) if dry else (batch, tokens)
     return large(partial(GPT2, layers, width, heads, block, tokens), partial(texts, 8 * batch, block, tokens), batch)
 
 
-def llama(dry: bool) -> shoal.Job:
+def llama(dry: bool = False) -> shoal.Job:
     """Llama 3.2 1B, 8 x 2048."""
     sizes = json.loads((CONFIGURATIONS / "llama-3.2-1b" / "config.json").read_text())
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -117,7 +139,7 @@ def llama(dry: bool) -> shoal.Job:
     return large(model, partial(texts, 8 * batch, length, sizes["vocab_size"]), batch)
 
 
-def bert(dry: bool) -> shoal.Job:
+def bert(dry: bool = False) -> shoal.Job:
     """BERT-base, 32 x 512; each token is predicted from the tokens before and after it."""
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     batch, length, tokens = (4, 16, 64) if dry else (32, 512, 30_522)
@@ -125,7 +147,7 @@ def bert(dry: bool) -> shoal.Job:
     return large(model, partial(texts, 8 * batch, length, tokens), batch)
 
 
-def vit(dry: bool) -> shoal.Job:
+def vit(dry: bool = False) -> shoal.Job:
     """ViT-S/16, 256 images of 224 x 224."""
     width, layers, heads, side, batch = (32, 2, 2, 32, 4) if dry else (384, 12, 6, 224, 256)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -152,15 +174,20 @@ def batches(job: shoal.Job, device: torch.device) -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Loop:
-    """How a job is trained: `peer` is one of PEERS, or "" for shoal, whose plan has the keys of `execution`.
+    """How a job is trained: `name` is one of PEERS or MODES.
 
     `channels_last`: None leaves the choice to shoal, and to a peer channels first.
     """
 
-    peer: str = ""
+    name: str
     half: bool = False
     channels_last: bool | None = None
-    execution: Mapping[str, Any] | None = None
+
+    @property
+    def execution(self) -> dict[str, Any]:
+        """Keys of shoal's plan."""
+        last = {} if self.channels_last is None else {"channels_last": self.channels_last}
+        return MODES[self.name] | last
 
 
 def plain(job: shoal.Job, device: torch.device, loop: Loop) -> Callable[[], Tensor]:
@@ -168,17 +195,25 @@ def plain(job: shoal.Job, device: torch.device, loop: Loop) -> Callable[[], Tens
     formats = torch.channels_last if loop.channels_last else torch.contiguous_format
     model = job.model().to(device, memory_format=formats)
     optimizer = job.optimizer(list(model.parameters()))
-    source = batches(job, device)
+    source, backward = batches(job, device), Tensor.backward
+    if loop.name == "fabric":
+        from lightning_fabric import Fabric
+
+        precision = "bf16-mixed" if loop.half else "32-true"
+        fabric = Fabric(accelerator=device.type, devices=1, precision=precision)
+        model, optimizer = fabric.setup(model, optimizer)
+        backward = fabric.backward
 
     def computed(batch: list[Tensor]) -> Tensor:
-        kept = loop.peer != "graph"  # autocast's cache outlives a capture
-        with torch.autocast(device.type, torch.bfloat16, enabled=loop.half, cache_enabled=kept):
+        kept = loop.name != "graph"  # autocast's cache outlives a capture
+        half = loop.half and loop.name != "fabric"  # which casts by itself
+        with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=kept):
             total, weight = job.loss(model, batch)
             return total / weight
 
     compute: Callable[[list[Tensor]], Tensor] = computed
-    if loop.peer in ("compiled", "reduce-overhead"):
-        how = {"mode": "default" if loop.peer == "compiled" else "reduce-overhead"}
+    if loop.name in ("compiled", "reduce-overhead"):
+        how = {"mode": "default" if loop.name == "compiled" else "reduce-overhead"}
         compute = torch.compile(computed, dynamic=False, **(how if device.type == "cuda" else {"backend": "aot_eager"}))
 
     def fetched() -> list[Tensor]:
@@ -188,11 +223,11 @@ def plain(job: shoal.Job, device: torch.device, loop: Loop) -> Callable[[], Tens
     def step() -> Tensor:
         optimizer.zero_grad()
         loss = compute(fetched())
-        loss.backward()
+        backward(loss)
         optimizer.step()
         return loss.detach()
 
-    return step if loop.peer != "graph" else captured(optimizer, compute, fetched, device)
+    return step if loop.name != "graph" else captured(optimizer, compute, fetched, device)
 
 
 def captured(
@@ -249,48 +284,96 @@ def captured(
     return replayed
 
 
-def trained(
-    job: shoal.Job, num_steps: int, loop: Loop, on_step: Callable[[StepRecord, int], None], notes: list[str]
-) -> None:
-    """Trains through shoal; `notes` is given what the run says. Raises: PlanError where the plan is refused."""
-    execution = {**(loop.execution or {}), "channels_last": bool(loop.channels_last)}
-    base = shoal.Plan().with_sections(execution=execution)
+def trained(job: shoal.Job, num_steps: int, loop: Loop, on_step: Callable[[StepRecord, int], None]) -> None:
+    """Trains through shoal in this process. Raises: PlanError where the plan is refused."""
+    base = shoal.Plan().with_sections(execution=loop.execution)
     plan = judged(job, apply_wishes(base, Wishes(precision="bf16" if loop.half else None), from_file=False)).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.layout) as mesh:
-        engine = build(job, plan, mesh, Options(Path(folder), chooses_format=loop.channels_last is None))
+        engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl")
-        engine.trainer(None, num_steps, Surroundings(notes.append, on_step, lambda: False), writer).train()
+        engine.trainer(None, num_steps, Surroundings(lambda text: None, on_step, lambda: False), writer).train()
         writer.close()
         engine.close()
 
 
-def blocks(job: shoal.Job, loop: Loop, turns: int, steps: int, notes: list[str]) -> list[float]:
-    """Seconds of a step in each block of so many; a first block, in which kernels are compiled, is left out."""
+def plain_blocks(job: shoal.Job, loop: Loop, turns: int, steps: int) -> list[float]:
+    """Seconds of a step in each block of a plain loop; a first block, in which kernels are compiled, is left out."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    uncounted, found, began = max(2, steps // 5), list[float](), 0.0
-
-    def timed(number: int) -> None:
-        """Called after each step, of which the first is number 0."""
-        nonlocal began
-        place = number % (uncounted + steps) + 1
-        if place == uncounted:
-            synchronize(device)
-            began = time.perf_counter()
-        elif place == uncounted + steps:
-            synchronize(device)
-            found.append((time.perf_counter() - began) / steps)
-
-    num_steps = (turns + 1) * (uncounted + steps)
-    if loop.peer:
-        step = plain(job, device, loop)
-        for number in range(num_steps):
+    uncounted, found, step = max(2, steps // 5), list[float](), plain(job, device, loop)
+    for _ in range(turns + 1):
+        for _ in range(uncounted):
             loss = step()
-            if (number + 1) % (uncounted + steps) == 0:
-                loss.item()
-            timed(number)
-    else:
-        trained(job, num_steps, loop, lambda record, rank: timed(record.step - 1), notes)
+        loss.item()
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        synchronize(device)
+        found.append((time.perf_counter() - began) / steps)
     return found[1:]
+
+
+class FailedRunError(Exception):
+    """A run that has trained too few steps, with its last words."""
+
+
+def run_blocks(
+    net: Sequence[str], loop: Loop, turns: int, steps: int, seconds: float
+) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of a step in each block of `shoal run`, of its last ones, and what else it has to say.
+
+    `net`: the name of a job function of this module, and its settings. The run is ended once so many blocks have
+    followed its trial of step modes, or after `seconds`. Raises: FailedRunError.
+    """
+    device = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        out, said = Path(folder) / "run", Path(folder) / "said"
+        words = ["run", f"{Path(__file__)}:{net[0]}", *(word for pair in net[1:] for word in ("--set", pair))]
+        words += ["--out", str(out), "--devices", "1", "--records", "all", "--no-source"]
+        words += ["--precision", "bf16"] if loop.half else []
+        if loop.execution:
+            plan = Path(folder) / "plan.toml"
+            plan.write_text(plan_text(shoal.Plan().with_sections(execution=loop.execution)), encoding="utf-8")
+            words += ["--plan", str(plan)]
+        with said.open("w") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "shoal", *words],
+                env={**os.environ, **device},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        began, ends, trial = time.monotonic(), list[float](), dict[str, Any]()
+        try:
+            while child.poll() is None and time.monotonic() - began < seconds:
+                time.sleep(0.2)
+                trial = read_json(out / "trial.json") or {}
+                ends = step_ends(out / "records.jsonl")
+                over = trial.get("chosen", "") is not None
+                if (
+                    over
+                    and len(ends)
+                    > max((turn["until"] for turn in trial.get("turns", ())), default=steps // 5) + turns * steps
+                ):
+                    break
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        lines = said.read_text(errors="replace").splitlines()
+    edges = ends[::-1][::steps][: turns + 1][::-1]
+    if len(edges) < 2:
+        raise FailedRunError(f"{len(ends)} steps: " + "\n".join(lines[-8:])[-500:])
+    about: dict[str, Any] = {"steps": len(ends), "said": [line for line in lines if line.startswith("note")][:6]}
+    if trial:
+        about |= {"chosen": trial["chosen"] or "the trial is not over", "trial": trial["verdicts"]}
+    return [(later - earlier) / steps for earlier, later in pairwise(edges)], about
+
+
+def step_ends(records: Path) -> list[float]:
+    """The time of each step's end, of a run that may be writing."""
+    lines = records.read_text(encoding="utf-8").splitlines(keepends=True) if records.exists() else []
+    return [json.loads(line)["at"] for line in lines if line.endswith("\n")]
 
 
 def flops(job: shoal.Job) -> float | None:

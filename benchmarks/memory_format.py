@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from benchmarks.image_nets import NETS, ImageNet
-from benchmarks.small_jobs import classified
+from benchmarks.small_jobs import classified, machine
 from shoal.data.source import opened
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
@@ -132,10 +130,9 @@ def main() -> None:
         results[name] = {"chosen": choice, **(measured(NETS[name], options.seconds) if options.seconds else {})}
         print(name, json.dumps(results[name]), flush=True)
     if options.out:
-        head = {"hardware": f"{os.cpu_count()} CPU cores", "torch": torch.__version__, "python": sys.version.split()[0]}
         before = json.loads(options.out.read_text())["results"] if options.out.exists() else {}
         own = before.get(f"{options.threads} threads", {}) | results
-        document = {**head, "results": {**before, f"{options.threads} threads": own}}
+        document = {**machine(), "results": {**before, f"{options.threads} threads": own}}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -159,7 +159,8 @@ def main() -> None:
     job = JOBS[options.job](batch=options.batch)
     found = measure(job, options.blocks)
     clocks = {name: compared(found, clock) for clock, name in enumerate(("wall", "cpu"))}
-    text = json.dumps({"job": options.job, "batch": options.batch, "torch": torch.__version__, **clocks}, indent=2)
+    about = {**small_jobs.machine(), "threads": torch.get_num_threads(), "blocks": options.blocks}
+    text = json.dumps({"job": options.job, "batch": options.batch, **about, **clocks}, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

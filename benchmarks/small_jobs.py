@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,15 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import shoal
 from models import GPT, BasicBlock, LeNet, ResNet18
+from shoal.hardware.detect import cores, processor
 
 SAMPLES = 4096
+
+
+def machine() -> dict[str, str]:
+    """What a record says of the machine: processor, cores and versions."""
+    hardware = f"{processor()}, {cores()} cores"
+    return {"hardware": hardware, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def images() -> TensorDataset:

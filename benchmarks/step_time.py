@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.small_jobs import machine
 from shoal.distributed.mesh import Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS, StepRecord
 from shoal.training.observe.step_records import RecordWriter
@@ -165,11 +166,8 @@ def main() -> None:
             found[name] = {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]}
         results[job] = found
     results["telemetry_microseconds_a_step"] = round(telemetry_seconds() * 1e6, 1)
-    hardware = f"{os.cpu_count()} CPU cores, 2 processes of one thread"
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    text = json.dumps(
-        {"hardware": hardware, **versions, "trials": options.trials, "rows": options.rows, "results": results}, indent=2
-    )
+    about = {**machine(), "processes": 2, "threads": 1, "trials": options.trials, "rows": options.rows}
+    text = json.dumps({**about, "results": results}, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

@@ -32,30 +32,31 @@ def zero(stage: int, **layout: int) -> Sections:
 
 
 PLANS: dict[str, Sections] = {
-    "2 ranks, data": {"layout": {"data": 2}},
-    "2 ranks, ZeRO-1": zero(1, shard=2),
-    "2 ranks, ZeRO-2": zero(2, shard=2),
-    "2 ranks, ZeRO-3": zero(3, shard=2),
-    "2 ranks, tensor": {"layout": {"tensor": 2}},
-    "2 ranks, sequence": {"layout": {"tensor": 2}, "tensor": {"sequence": True}},
-    "2 ranks, context": {"layout": {"context": 2}},
-    "2 ranks, pipeline": {"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 2}},
-    "4 ranks, data": {"layout": {"data": 4}},
-    "4 ranks, ZeRO-1": zero(1, data=2, shard=2),
-    "4 ranks, ZeRO-2": zero(2, shard=4),
-    "4 ranks, ZeRO-3": zero(3, data=2, shard=2),
-    "4 ranks, tensor": {"layout": {"tensor": 4}},
-    "4 ranks, sequence": {"layout": {"data": 2, "tensor": 2}, "tensor": {"sequence": True}},
-    "4 ranks, context": {"layout": {"data": 2, "context": 2}},
-    "4 ranks, pipeline": {"layout": {"pipeline": 4}, "batch": {"grains_per_microbatch": 2}},
-    "4 ranks, pipeline of tensor": {
+    "2-ranks-data": {"layout": {"data": 2}},
+    "2-ranks-exact": {"layout": {"data": 2}, "execution": {"exact": True}},
+    "2-ranks-ZeRO-1": zero(1, shard=2),
+    "2-ranks-ZeRO-2": zero(2, shard=2),
+    "2-ranks-ZeRO-3": zero(3, shard=2),
+    "2-ranks-tensor": {"layout": {"tensor": 2}},
+    "2-ranks-sequence": {"layout": {"tensor": 2}, "tensor": {"sequence": True}},
+    "2-ranks-context": {"layout": {"context": 2}},
+    "2-ranks-pipeline": {"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 2}},
+    "4-ranks-data": {"layout": {"data": 4}},
+    "4-ranks-ZeRO-1": zero(1, data=2, shard=2),
+    "4-ranks-ZeRO-2": zero(2, shard=4),
+    "4-ranks-ZeRO-3": zero(3, data=2, shard=2),
+    "4-ranks-tensor": {"layout": {"tensor": 4}},
+    "4-ranks-sequence": {"layout": {"data": 2, "tensor": 2}, "tensor": {"sequence": True}},
+    "4-ranks-context": {"layout": {"data": 2, "context": 2}},
+    "4-ranks-pipeline": {"layout": {"pipeline": 4}, "batch": {"grains_per_microbatch": 2}},
+    "4-ranks-pipeline-of-tensor": {
         "layout": {"pipeline": 2, "tensor": 2},
         "pipeline": {"schedule": "1f1b"},
         "batch": {"grains_per_microbatch": 2},
     },
 }
 EACH = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[needs_zero23()] if n[9:] in ("ZeRO-2", "ZeRO-3") else []) for n in PLANS]
+    "name", [pytest.param(n, marks=[needs_zero23()] if n[8:] in ("ZeRO-2", "ZeRO-3") else []) for n in PLANS]
 )
 
 
@@ -93,7 +94,7 @@ def test_ranks_with_a_gpu_each(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"2 GPUs are needed, and torch sees {NUM_GPUS}")
-@pytest.mark.parametrize("name", ["2 ranks, data", "2 ranks, ZeRO-1"])
+@pytest.mark.parametrize("name", ["2-ranks-data", "2-ranks-ZeRO-1"])
 def test_a_captured_step_with_nccl_in_the_graph(name: str, tmp_path: Path) -> None:
     captured = PLANS[name] | {"execution": {"cuda_graph": True}}
     assert ended("run", tmp_path / "captured", captured, "--steps", "20")["replayed"] == 1
