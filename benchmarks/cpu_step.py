@@ -76,7 +76,7 @@ RATIOS |= {f"alone / {name}": ("alone", name) for name in ("bare", "lean")}
 TARGETS = {"mlp": 0.70, "lenet": 0.60, "gpt": 0.95, "resnet18": 0.75, "resnet18-strided": 0.75}
 # Steps of a segment.
 STEPS = {"mlp": 12, "lenet": 12, "gpt": 5, "resnet18": 4, "resnet18-strided": 6, "lenet-8": 150}
-USUAL = ["shared_memory", "ddp", "meeting", "native", "one_process", "exact", *PEERS]
+USUAL = ["shared_memory", "channels_last", "ddp", "meeting", "native", "one_process", "exact", *PEERS]
 
 
 def answer(rank: subprocess.Popen[str]) -> list[float]:
@@ -184,7 +184,7 @@ def main() -> None:
                 found[name] = {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]}
         results[job] = found
         print(job, json.dumps(found), flush=True)
-        for own in {"shared_memory / ddp", "chosen / ddp"} & found.keys():
+        for own in found.keys() & {"shared_memory / ddp", "channels_last / ddp"}:
             low, high = found[own]["quartiles"]
             print(f"{head['hardware']}: {job} {own} {found[own]['median']} ({low} to {high}), aim {TARGETS.get(job)}")
     text = json.dumps(

@@ -46,7 +46,7 @@ from benchmarks.gpu_step import (
 from shoal.errors import ShoalError
 from shoal.hardware.detect import kind_of
 from shoal.planner.answer.answer import question
-from shoal.planner.answer.outlook import Case, as_graph
+from shoal.planner.answer.outlook import Case
 from shoal.planner.profile.profiles import profile
 from shoal.plans.plan import Plan, PrecisionSection
 from shoal.runs.directory import read_json
@@ -148,8 +148,6 @@ class Forecast:
         """Of a step in a mode."""
         plan = self.case.space.base.with_sections(execution=dict(execution))
         case = replace(self.case, space=replace(self.case.space, base=plan))
-        if plan.execution.cuda_graph:
-            case = as_graph(case, plan.with_sections(execution={"cuda_graph": False})) or case
         return case.predictor.predict(plan).step_seconds * 1e3
 
     def share_of_peak(self, step: float) -> float | None:
