@@ -52,8 +52,6 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "one_process": (1, 2, ["--tool", "plain"]),
     "exact": (2, 1, ["--tool", "shoal", "--exact"]),
     "channels_last": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--channels-last"]),
-    # As `shoal run` without a plan file, which chooses how images lie in memory.
-    "chosen": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--choose-format"]),
     "accelerate": (2, 1, ["--tool", "accelerate"]),
     "fabric": (2, 1, ["--tool", "fabric"]),
     "deepspeed": (2, 1, ["--tool", "deepspeed"]),
@@ -65,8 +63,8 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
 # What has to be installed for a team; it is left out where that is not.
 PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
-RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last", "chosen")}
-RATIOS |= {"chosen / shared_memory": ("chosen", "shared_memory")}
+RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last")}
+RATIOS |= {"channels_last / shared_memory": ("channels_last", "shared_memory")}
 RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
 RATIOS |= {f"{axis}_shared / {axis}": (f"{axis}_shared", axis) for axis in ("shard", "tensor")}
 RATIOS |= {f"{name} / meeting": (name, "meeting") for name in ("shared_memory", "bound_to_cores")}

@@ -184,7 +184,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
     plan = plan.with_sections(memory={"shared": options.one_copy})
     plan = judged(job, plan).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.layout) as mesh:
-        engine = build(job, plan, mesh, Options(Path(folder), chooses_format=options.choose_format))
+        engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
 
         def on_step(record: StepRecord, slowest_rank: int) -> None:
@@ -213,7 +213,6 @@ def main() -> None:
     parser.add_argument("--one-copy", action="store_true", help="of parameters and optimizer state")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--choose-format", action="store_true", help="of images in memory, as without a plan file")
     parser.add_argument("--bind", action="store_true", help="each rank to a core of its own")
     options = parser.parse_args()
     if options.bind:

@@ -17,7 +17,7 @@ from shoal.planner.profile.trace import OperatorTracer
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
 from shoal.training.microbatch.nonfinite import find_nonfinite
-from shoal.training.setup.memory_format_choice import choose_format
+from shoal.training.setup.memory_format_choice import why_not_channels_last
 
 PROGRAMS = programs()
 # One of each kind; `scripts/test --all` takes every program.
@@ -39,7 +39,7 @@ def test_a_look_leaves_no_trace(name: str) -> None:
         "policy": lambda: Look(made.computer).policy(first, grains, made.buffers),
         "state": lambda: Look(made.computer).state(grains),
         "rehearsal": lambda: made.evaluator.rehearse(made.model),
-        "format": lambda: choose_format(made.job, made.model, made.precision, made.job.train_data),
+        "format": lambda: why_not_channels_last(made.job, made.model, made.precision, made.job.train_data),
         "nonfinite": lambda: find_nonfinite(made.computer, made.precision, made.parameters, made.mesh, [first]),
         "trace": lambda: OperatorTracer(made.model, made.job.loss, PrecisionSection(), device="cpu").trace(
             lambda _: first.batch, first.num_samples

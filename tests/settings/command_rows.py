@@ -107,6 +107,15 @@ RUN_OPTIONS: Table = {
     "--out": Acts(
         PLAIN.with_("--out", "elsewhere"), PLAIN, lambda ended: (ended.folder / "elsewhere/result.json").exists(), True
     ),
+    "--step": Acts(
+        PLAIN.with_("--step", "eager"), PLAIN, lambda ended: ended.result["trial"]["reason"], "--step eager"
+    ),
+    "--step: on a CPU": Refuses(PLAIN.with_("--step", "graph"), "a CUDA device"),
+    "--step: none such": Refuses(PLAIN.with_("--step", "5"), "--steps 5"),
+    "--step: of no run": Refuses(PLAIN.with_("--step", "gone.json"), "there is no such file"),
+    "--step: another one than a plan's": Refuses(
+        Call(plan={"execution": {"compile": "none"}}, arguments=("--step", "compiled")), "the plan file has"
+    ),
     "--max-microbatch": Acts(PLAIN.with_(MICRO, "5"), PLAIN, forwards, 4),
     "--max-microbatch: smaller than a grain": Refuses(PLAIN.with_(MICRO, "1"), "Job(grains=16)"),
     "--max-microbatch: under a plan": Acts(

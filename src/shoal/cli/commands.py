@@ -67,7 +67,7 @@ COMMANDS = {
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
         {
             "job and settings": ("job", "set", "config"),
-            "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch"),
+            "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch", "step"),
             "where it runs": ("on", "dry_run"),
             "length and evaluations": ("steps", "evaluate_every"),
             "output": ("out", "track", "trace", "private", "no_source", "records", "no_telemetry"),

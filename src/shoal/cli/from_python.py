@@ -80,6 +80,7 @@ def run(
     init_from: PathText | None = None,
     init_allow: str | None = None,
     init_rename: Mapping[str, str] | Sequence[str] = (),
+    step: PathText | None = None,
     layout: str | None = None,
     cluster: str | None = None,
     on: str = "local",
@@ -120,6 +121,7 @@ def run(
     | `init_from` | begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder |
     | `init_allow` | for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none |
     | `init_rename` | for init_from: prefixes of names, old to new |
+    | `step` | "eager", "graph", "compiled", "compiled-graph", or a trial.json; default: "auto", by a trial |
     | `layout` | divide the run along these axes, in place of --plan: data=2,tensor=2 |
     | `cluster` | plan for this cluster with --plan auto, as shoal plan does (default: this machine) |
     | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |

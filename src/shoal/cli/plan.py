@@ -151,13 +151,12 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
         )
     with PlanProgress(sys.stderr) as progress:
         progress.enter("loading torch")
-        from shoal.planner.answer.answer import answer, question, with_chosen_format
+        from shoal.planner.answer.answer import answer, question
 
         progress.enter("loading the job")
         job, name, precision = _loaded(options, given)
         base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
         progress.enter("tracing the model and reading samples")
-        base = with_chosen_format(job, base, options.cluster)
         case = question(job, base, options.cluster, options.max_devices)
         case = case.of_length(tokens=tokens, samples=samples).at_price(dollars)
         space = replace(case.case.space, data_only=data_only)

@@ -362,11 +362,14 @@ def _again(arguments: Sequence[str], folder: Path, job: dict[str, Any]) -> str:
         flag = word.partition("=")[0]
         if skip:
             skip = False
-        elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster", "--config"):
+        elif flag in ("--plan", "--out", "--devices", "--layout", "--cluster", "--config", "--step"):
             skip = "=" not in word
         elif word not in ("--resume", "--resume-if-exists", "--accept-changes", "--verify", "--dry-run"):
             same.append(word)
-    return shlex.join([*same, "--plan", str(folder / "plan.toml"), "--out", f"runs/{folder.name}-again"])
+    same += ["--plan", str(folder / "plan.toml")]
+    if (folder / "trial.json").exists():  # the modes of its steps before the plan's
+        same += ["--step", str(folder / "trial.json")]
+    return shlex.join([*same, "--out", f"runs/{folder.name}-again"])
 
 
 def _entry(word: str) -> RunEntry:

@@ -53,10 +53,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             int(threads_text) if threads_text.isdecimal() and int(threads_text) else request.what.threads_per_process
         )
         judged = request.what.judged
-        options = Options(
-            may_copy=request.origin("memory.shared") is not Origin.FILE,
-            chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
-        )
+        options = Options(may_copy=request.origin("memory.shared") is not Origin.FILE)
 
         def make() -> Job:
             seed_loading()
@@ -64,7 +61,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
 
         trace_forked(make, plan, folder, num_steps, num_threads, options=options, shares_gpu=request.where.shares_gpu)
         outcome = read_outcome(folder / "parallel")
-        plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
+        plan = plan.with_choices(shared=None if outcome.shares_memory else False)
         parallel_seconds = time.monotonic() - began
         _say("parallel run", f"done after {parallel_seconds:.1f} s; computing the references")
         prepare_process(plan.execution.exact, cores())

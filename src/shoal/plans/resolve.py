@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -39,6 +39,13 @@ PRECISIONS = {
     "bf16-pure": ("bfloat16", "bfloat16", "float32", "none"),
     "fp16": ("float32", "float16", "float32", "dynamic"),
 }
+# Values of `--step` but auto: execution.cuda_graph, execution.compile.
+STEPS = {
+    "eager": (False, "none"),
+    "graph": (True, "none"),
+    "compiled": (False, "default"),
+    "compiled-graph": (True, "default"),
+}
 _UNUSED = {"shard": ShardSection(), "tensor": TensorSection(), "pipeline": PipelineSection()}
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
@@ -52,6 +59,7 @@ class Wishes:
     precision: str | None = None
     workers: int | None = None
     max_microbatch: int | None = None  # samples
+    step: str | None = None  # a name in STEPS; None leaves the plan's keys
 
 
 def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
@@ -83,6 +91,19 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
             )
         names = ("parameters", "compute", "reduce", "loss_scale")
         plan = plan.with_sections(precision=dict(zip(names, values, strict=True)))
+    if wishes.step is not None:
+        graph, compile_kind = STEPS[wishes.step]
+        own = sets_step(plan) if from_file else ()
+        if compile_kind != "none" and plan.execution.compile != "none":
+            compile_kind = plan.execution.compile
+        mode = {"cuda_graph": graph, "compile": compile_kind}
+        if any(getattr(plan.execution, key) != mode[key] for key in own):
+            raise PlanError(
+                given=f"--step {wishes.step}",
+                conflict=f"the plan file has {shown(plan, *(f'execution.{key}' for key in own))}",
+                remedy="leave --step out, or leave these keys out of the file",
+            )
+        plan = plan.with_sections(execution=mode)
     changed = [name for name in ("layout", "precision", "execution") if getattr(plan, name) != getattr(before, name)]
     if changed and plan.prediction:
         message = f"[prediction] is left out: it is of another {' and '.join(changed)} than this command asks for"
@@ -91,6 +112,11 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
     if wishes.workers is not None:
         plan = plan.with_sections(data={"workers": wishes.workers})
     return plan
+
+
+def sets_step(plan: Plan) -> tuple[str, ...]:
+    """Return the keys of [execution] that a plan as the user wrote it sets, of those that `--step` sets."""
+    return tuple(key for key in ("cuda_graph", "compile") if key in plan.execution.model_fields_set)
 
 
 def relaid(plan: Plan, devices: int) -> Plan:
@@ -147,19 +173,18 @@ class CompletePlan(Plan):
         return self.model_copy(update={"layout": Layout(), "server": ServerSection()})
 
     def with_choices(
-        self, *, workers: int | None = None, channels_last: bool | None = None, shared: bool | None = None
+        self, *, workers: int | None = None, shared: bool | None = None, execution: Mapping[str, object] | None = None
     ) -> Self:
         """Return the same plan with a run's own choices; None leaves a setting unchanged.
 
-        `workers`: data-loading processes per rank, for a plan without servers. `channels_last`: memory format of
-        images, for fast mode. `shared`: whether the ranks of a host share one copy of the parameters.
+        `workers`: data-loading processes per rank, for a plan without servers. `shared`: whether the ranks of a host
+        share one copy of the parameters. `execution`: keys of the section, of fast mode.
         """
         data = self.data if workers is None else DataSection(workers=workers)
-        execution = {} if channels_last is None else {"channels_last": channels_last}
         memory = {} if shared is None else {"shared": shared}
         update = {
             "data": data,
-            "execution": self.execution.model_copy(update=execution),
+            "execution": self.execution.model_copy(update=dict(execution or {})),
             "memory": self.memory.model_copy(update=memory),
         }
         return self.model_copy(update=update)

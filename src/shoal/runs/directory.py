@@ -603,6 +603,7 @@ class RunDirectory:
         # File, function, settings and numbers of the job. This file marks a directory as a run directory.
         self.job = path / "job.json"
         self.plan = path / "plan.toml"  # the complete plan
+        self.trial = path / "trial.json"  # which steps ran in which mode, if any were tried
         self.records = path / "records.jsonl"  # one step per line
         self.attempts = path / "attempts.jsonl"  # start and end of each call and restart
         self.events = path / "events.jsonl"  # one incident per line
@@ -635,6 +636,7 @@ class RunDirectory:
         own = {
             "job.json",
             "plan.toml",
+            "trial.json",
             "result.json",
             "attempts.jsonl",
             "records.jsonl",

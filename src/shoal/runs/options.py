@@ -290,6 +290,22 @@ def _number_or_all(text: Any, flag: str) -> int | str:
     )
 
 
+# Values of --step: who computes a step's operations. `auto`: the fastest of the others, by a trial.
+STEP_MODES = ("auto", "eager", "graph", "compiled", "compiled-graph")
+
+
+def _step_mode(text: Any, flag: str) -> str:
+    name = str(text)
+    if name in STEP_MODES or name.endswith(".json"):
+        return name
+    meant = f", or --steps {name}" if name.isdecimal() else nearest(name, list(STEP_MODES))
+    raise CommandError(
+        given=f"{flag} {name}",
+        conflict=f"{flag} takes {', '.join(STEP_MODES)}, or the trial.json of a run",
+        remedy=f"write {flag} eager, say{meant}",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Course:
     """Options on how long a run trains, and what it reads, writes and checks on the way."""
@@ -461,6 +477,21 @@ class Course:
         keyword="Mapping[str, str] | Sequence[str]",
         page="`OLD=NEW`, a prefix of names",
         refused="a prefix that no name has, without `--init-from`",
+    )
+
+    step: str | None = option(
+        "compute steps as eager, graph, compiled or compiled-graph, or as the trial.json of a run says (default: auto, "
+        "the fastest by a trial)",
+        "MODE",
+        parse=_step_mode,
+        saved="step",
+        otherwise="auto",
+        call='"eager", "graph", "compiled", "compiled-graph", or a trial.json; default: "auto", by a trial',
+        compared=str,
+        keyword="PathText | None",
+        page="`eager`, `graph`, `compiled`, `compiled-graph`, a run's `trial.json`, or `auto`, the [fastest by a "
+        "trial](execution.md#the-fastest-step); by default as the resumed run, else `auto`",
+        refused="another word; another mode than a plan file sets; what the plan's keys refuse",
     )
 
     def compared(self) -> dict[str, Any]:

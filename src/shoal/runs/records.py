@@ -264,6 +264,7 @@ class RunRecord:
     compression: dict[str, Any] | None = None
     computation: dict[str, Any] | None = None  # how grains were computed, and why: docs/model-rules.md
     prediction: dict[str, Any] | None = None  # predicted and measured values: docs/plan.md
+    trial: dict[str, Any] | None = None  # of step modes: docs/execution.md
 
     def to_json(self) -> str:
         """Return the record as indented JSON."""

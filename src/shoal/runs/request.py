@@ -158,18 +158,21 @@ class RunRequest:
         return replace(self, what=what, origins=origins).with_own_sums()._resuming(lost_at=at)
 
     def _resuming(self, resume: bool = True, **changes: Any) -> RunRequest:
-        """Return the request that continues this call's run, with the memory format that the run has chosen."""
+        """Return the request that continues this call's run, with the step that the run has chosen."""
         following = replace(self, course=replace(self.course, resume=resume), **changes)
-        plan_file, name = RunDirectory(self.where.out).plan, "execution.channels_last"
-        if self.origin(name) is not Origin.DEFAULT or not plan_file.exists():
+        plan_file, section = RunDirectory(self.where.out).plan, "execution."
+        keys = {"channels_last": ("channels_last",), "step": ("cuda_graph", "compile")}
+        names = [name for name in keys if self.origin(section + name) is Origin.DEFAULT]
+        if not names or not plan_file.exists():
             return following
-        channels_last = read_plan(plan_file).execution.channels_last
-        plan = following.what.plan.with_sections(execution={"channels_last": channels_last})
+        of_run = read_plan(plan_file).execution
+        chosen = {key: getattr(of_run, key) for name in names for key in keys[name]}
+        plan = following.what.plan.with_sections(execution=chosen)
         judged = following.what.judged
         if judged is not None:
-            judged = replace(judged, plan=judged.plan.with_choices(channels_last=channels_last))
+            judged = replace(judged, plan=judged.plan.with_choices(execution=chosen))
         what = replace(following.what, plan=plan, judged=judged)
-        return replace(following, what=what, origins={**self.origins, name: Origin.RUN})
+        return replace(following, what=what, origins={**self.origins, **{section + n: Origin.RUN for n in names}})
 
     def with_devices(self, devices: int, origin: Origin = Origin.CHOSEN) -> RunRequest:
         """Return the request with a number of devices, if neither plan nor option sets it."""

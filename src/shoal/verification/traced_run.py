@@ -68,7 +68,6 @@ class Traced:
     computation: dict[str, Any]
     notes: list[str]
     shares_memory: bool = False  # whether the ranks shared one copy of the parameters
-    channels_last: bool = False  # memory format of images
     num_threads: int = 1  # of a rank's kernels
 
     def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
@@ -151,7 +150,6 @@ def trace_rank(
                     computation=outcome.state.computation or {},
                     notes=notes,
                     shares_memory=engine.plan.shares_memory,
-                    channels_last=engine.plan.execution.channels_last,
                     num_threads=torch.get_num_threads(),
                 )
             )

@@ -195,6 +195,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "max_restarts": (["--max-restarts", "0"], {"max_restarts": 0}),
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),
+    "step": (["--step", "compiled"], {"step": "compiled"}),
     "init_rename": (["--init-rename", "a=b", "--init-rename", "c=d"], {"init_rename": {"a": "b", "c": "d"}}),
     "layout": (["--layout", "data=2"], {"layout": "data=2"}),
     "cluster": (["--cluster", "8xH100"], {"cluster": "8xH100"}),

@@ -370,21 +370,46 @@ def test_what_an_engine_starts_again_goes_on_where_a_run_began(tmp_path: Path, m
     assert not found.restarted(0).course.resume
 
 
-def test_ranks_choose_the_memory_format_where_neither_plan_file_nor_run_says(job: str, tmp_path: Path) -> None:
-    found = request(job, "--devices", "2", "--out", "o")
-    assert found.origin("execution.channels_last") is Origin.DEFAULT
+@pytest.mark.parametrize(
+    ("text", "by_file"),
+    [
+        ("", ()),
+        ("[execution]\ncompile = 'none'\n", ("step",)),
+        ("[execution]\nchannels_last = false\n", ("channels_last",)),
+    ],
+)
+def test_a_plan_file_sets_the_step_where_it_has_its_keys(
+    job: str, text: str, by_file: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = ("channels_last", "step")
+    assert all(request(job, "--out", "o").origin(f"execution.{name}") is Origin.DEFAULT for name in names)
     path = tmp_path / "plan.toml"
-    path.write_text("[layout]\ndata = 2\n")
-    assert request(job, "--plan", str(path)).origin("execution.channels_last") is Origin.FILE
+    path.write_text(f"[layout]\ndata = 2\n{text}")
+    planned = request(job, "--plan", str(path))
+    assert [name for name in names if planned.origin(f"execution.{name}") is Origin.FILE] == sorted(by_file)
+
+
+def test_a_step_that_is_asked_for_is_in_the_plan(job: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[execution]\ncompile = "max-autotune"\n')
+    assert request(job, "--step", "compiled").what.plan.execution.compile == "default"
+    assert request(job, "--step", "compiled", "--plan", str(path)).what.plan.execution.compile == "max-autotune"
+    for step in ("eager", "graph"):
+        with pytest.raises(PlanError, match="the plan file has"):
+            request(job, "--step", step, "--plan", str(path))
+    both = request(job, "--step", "compiled-graph").what.plan.execution
+    assert (both.cuda_graph, both.compile) == (True, "default")
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_a_run_that_goes_on_keeps_the_memory_format_that_it_has_chosen(job: str, last: bool) -> None:
+def test_a_run_that_goes_on_keeps_the_step_that_it_has_chosen(job: str, last: bool) -> None:
     found = request(job, "--devices", "2", "--out", "o")
     found = replace(found, what=replace(found.what, judged=judge(found.what.plan, ModelFacts(8, 4))))
-    began(Path("o"), {"grains": 8}, Plan().with_sections(execution={"channels_last": last}))
+    kind = "default" if last else "none"
+    began(Path("o"), {"grains": 8}, Plan().with_sections(execution={"channels_last": last, "compile": kind}))
     for again in (found.again(1, 5.0), found.restarted(1)):
         assert again.what.plan.execution.channels_last is last
+        assert again.what.plan.execution.compile == kind
         assert again.what.judged is not None
         assert again.what.judged.plan.execution.channels_last is last
         assert again.origin("execution.channels_last") is Origin.RUN

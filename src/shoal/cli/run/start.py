@@ -32,13 +32,14 @@ from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.plans import Plan
 from shoal.plans.plan import described, read_plan
-from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.attempts import Events
 from shoal.runs.directory import DirectoryLock, RunDirectory, default_directory, guarded_files, read_json, withdraw
 from shoal.runs.options import Course, Origin, course_of, declared, initial_weights, whole_number
 from shoal.runs.request import RunRequest, What, Where, claim_directory, devices_here, dumped, loaded
 from shoal.runs.sound_values import adapter
+from shoal.runs.step_trial import read_trial
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 # Engines whose launcher chooses the number when it knows the available devices.
@@ -432,13 +433,20 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         tracker.refuse_missing(f"--track {tracker}")
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     devices = whole_number("devices", options.devices, 1)
-    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job) if options.resume else None
     if saved:
         of_call, job = job, with_settings_of(job, saved)
         _note_overridden_files(of_call, job, saved)
     course, origins = course_of(options, saved)
+    step = course.step if course.step in STEPS else None
+    if (course.step or "").endswith(".json") and not options.resume and read_trial(Path(course.step or "")) is None:
+        raise CommandError(
+            given=f"--step {course.step}",
+            conflict="there is no such file",
+            remedy="give the trial.json of a run, or write --step eager, say",
+        )
+    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch, step)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
         origin = Origin.FILE
@@ -456,9 +464,14 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         origins["data.workers"] = Origin.OPTION
     elif "workers" in given.data.model_fields_set:
         origins["data.workers"] = origin
+    if origin is Origin.FILE:
+        keys = {"execution.channels_last": "channels_last" in given.execution.model_fields_set}
+        keys["execution.step"] = bool(sets_step(given))
+        origins |= {key: Origin.FILE if is_set else Origin.DEFAULT for key, is_set in keys.items()}
     if origin is Origin.RUN and options.exact and not given.execution.exact:
         # The run chose these values itself, so exact mode chooses them again.
-        given = given.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
+        chosen = {"channels_last": False} | ({"cuda_graph": False, "compile": "none"} if step is None else {})
+        given = given.with_sections(batch={"grains_per_microbatch": 0}, execution=chosen)
     plan = apply_wishes(given, wishes, from_file=origin is Origin.FILE)
     if origin is Origin.RUN and plan.layout != given.layout:
         say_note(f"the run's layout, {described(given)}, becomes {described(plan)}")
@@ -481,7 +494,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
 
 # Settings of a plan whose origin is that of the plan.
-_OF_PLANS = ("layout", "execution.channels_last", "collectives.all_reduce", "memory.shared")
+_OF_PLANS = ("layout", "execution.channels_last", "execution.step", "collectives.all_reduce", "memory.shared")
 
 
 def looked_at(request: RunRequest) -> RunRequest:

@@ -68,6 +68,8 @@ from shoal.runs.record_blocks import WHOLE_STEPS
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.source import write_source
+from shoal.runs.step_trial import StepMode
+from shoal.training.loop.step_modes import RunTrial
 from shoal.training.loop.trainer import Outcome
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import Shares, StepMeter, blocks, predicted
@@ -76,6 +78,7 @@ from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains
+from shoal.training.setup.step_choice import TrialRequest, open_trial
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.members import Members
@@ -255,7 +258,6 @@ def _options(request: RunRequest, loaded: LoadedJob) -> Options:
         mtbf_seconds=mtbf_seconds(directory.events, call_began_at(request), time.time()),
         take_workers=request.origin("data.workers") is Origin.DEFAULT,
         may_copy=request.origin("memory.shared") is not Origin.FILE,
-        chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
         initial_weights=request.what.initial_weights,
         checks_seed=not (request.course.resume or request.restarts or request.what.initial_weights),
         drawn_at_import=loaded.draws,
@@ -328,6 +330,20 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         together(mesh, write)
         if initial is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
+        trial = open_trial(
+            engine,
+            TrialRequest(
+                request.course.step or "auto",
+                sets_step=request.origin("execution.step") is Origin.FILE,
+                sets_format=request.origin("execution.channels_last") is Origin.FILE,
+                covered=certificate is not None,
+            ),
+            description,
+            directory=directory,
+            fence=request.where.fence,
+            first=first if request.course.resume else None,
+            num_steps=num_steps,
+        )
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
 
@@ -382,7 +398,11 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                     call.profile.attach(reporter.note)
                 served = None
                 if crew is None:
-                    outcome = engine.trainer(state, num_steps, around, records).train()
+                    tried = trial if isinstance(trial, RunTrial) else None
+                    outcome = engine.trainer(state, num_steps, around, records, tried).train()
+                    if tried is None:
+                        mode = StepMode.of(engine.plan)
+                        outcome.trial = {"chosen": mode.name, "from_step": 1, "reason": trial}
                 else:
                     from shoal.training.parameter_server.conductor import Conductor
 
@@ -485,6 +505,7 @@ class Result:
             server=served,
             ended_early=early,
             ended_by=outcome.ended_by,
+            trial=outcome.trial,
         )
         kind = kind_of(engine.mesh.device.type)
         steps = map(MeasuredStep.of, self.recent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
-from shoal.numerics.precision import Precision
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
@@ -33,7 +31,7 @@ from shoal.planner.answer.outlook import (
 )
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.workload import Workload, segments
-from shoal.planner.profile.profiles import Batches, is_small, profile_job
+from shoal.planner.profile.profiles import Batches, profile_job
 from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, counted, gib
 from shoal.planner.search.space import Space, counts
 from shoal.plans.legal import ModelFacts
@@ -41,8 +39,7 @@ from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
-from shoal.training.setup.job_model import build_model, deferred_outline, grains_of, outline, with_grains
-from shoal.training.setup.memory_format_choice import choose_format
+from shoal.training.setup.job_model import deferred_outline, grains_of, outline
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 _TRIALS = 3
@@ -193,22 +190,3 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
         job=job,
         finer=finer(case, aim, choice.chosen),
     )
-
-
-def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:
-    """Return the plan with the memory format that a run of the job chooses by default.
-
-    Two samples are computed if the model has convolutions; other plans are returned unchanged.
-    Raises: HardwareError for an unknown cluster.
-    """
-    if find_cluster(cluster_name).device.kind != "cpu" or base.execution.exact:
-        return base
-    model = outline(job)
-    if model is None or not is_small(model) or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        return base
-    precision = Precision.of(base.precision, torch.device("cpu"))
-    with contextlib.suppress(Exception):  # the run reports any error raised here
-        job = with_grains(opened(job))
-        chosen = choose_format(job, build_model(job, precision), precision, job.train_data)
-        return base.with_sections(execution={"channels_last": chosen.channels_last})
-    return base

@@ -90,12 +90,21 @@ class LateReads:
         self._reported = -1  # the last step measured in a row
         self._last = math.inf  # the step that all ranks read before they launch the next one
         self._is_slow = False
-        # The captured step, if the plan uses a CUDA graph.
         self._captured: CapturedStep | None = None
+        self.is_possible = self._possible  # False: `apply` is False for every step
         if parts.plan.execution.cuda_graph:
-            device = parts.mesh.device
-            self._captured = CapturedStep(parts, runner, RECORDERS[device.type](device), note)
-        self.is_possible = self._possible or self._captured is not None  # False: `apply` is False for every step
+            self.capture(note)
+
+    def capture(self, note: Callable[[str], None] | None = None) -> None:
+        """Capture the coming steps in a CUDA graph. `note`: receives the reason if none is captured."""
+        device = self._mesh.device
+        self._captured = CapturedStep(self._parts, self._runner, RECORDERS[device.type](device), note)
+        self.is_possible = True
+
+    @property
+    def why_no_graph(self) -> str | None:
+        """Why the coming steps are not captured, or None."""
+        return self._captured.why_not if self._captured is not None else None
 
     def apply(self, state: RunState, agreement: Agreement) -> bool:
         """Return True if the next step may be queued, and the step after it before its read. Collective: all ranks."""
@@ -222,6 +231,7 @@ class LateReads:
         """Free the captured step, which may use the process group."""
         if self._captured is not None:
             self._captured.drop()
+        self._captured, self.is_possible = None, self._possible
 
     def was_added(self, *, followed: bool) -> None:
         """Write the records that are complete after a step was added. `followed`: another step is already launched."""

@@ -25,6 +25,7 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.replicas import ReplicaCheck
+from shoal.training.loop.step_modes import RunTrial, StepModes
 from shoal.training.microbatch.evaluation import EvaluationSets
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
@@ -84,7 +85,7 @@ class Outcome:
     """Result of a training: completed or preempted, with the last state; `unsaved`: why the state was not saved.
 
     `ended_by`: the callback that requested the end, and its reason. `after`: seconds of the evaluation and the
-    checkpoint after the last step.
+    checkpoint after the last step. `trial`: what came of the trial of step modes.
     """
 
     status: str
@@ -95,6 +96,7 @@ class Outcome:
     unsaved: StorageError | None = None
     ended_by: dict[str, Any] | None = None
     after: dict[str, float] = field(default_factory=dict)
+    trial: dict[str, Any] | None = None
 
 
 class BetweenSteps:
@@ -232,7 +234,14 @@ class Trainer:
     """Trains one job on this rank, in step with the other ranks, from `state` up to `num_steps`."""
 
     def __init__(
-        self, parts: TrainingParts, around: Surroundings, state: RunState, num_steps: int, writer: RecordWriter
+        self,
+        parts: TrainingParts,
+        around: Surroundings,
+        state: RunState,
+        num_steps: int,
+        writer: RecordWriter,
+        *,
+        trial: RunTrial | None = None,
     ) -> None:
         self._parts, self._around, self.state, self._num_steps = parts, around, state, num_steps
         self._mesh, self._clock, self._buffers = parts.mesh, parts.clock, parts.buffers
@@ -243,7 +252,10 @@ class Trainer:
             parts.mesh, parts.clock, parts.plan, num_grains=parts.job.num_grains, around=around, writer=writer
         )
         self._between = BetweenSteps(parts, around, self._records, num_steps)
-        self._late = LateReads(parts, self._runner, self._records, self._between.is_due, around.note)
+        self._late = LateReads(parts, self._runner, self._records, self._is_due, around.note)
+        # The modes of all steps, and the same while turns of a trial are left.
+        self._modes = StepModes(parts, self._late, self._runner, around.note, trial) if trial is not None else None
+        self._trial: StepModes | None = None
         parts.loader.leave_out(state.bad_samples)
         self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
         self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
@@ -272,7 +284,7 @@ class Trainer:
         if rolls_back and self.state.step == 0:
             self._between.save(self.state, wait=True, in_step=True)
         try:
-            status = self._steps()
+            status = self._all_steps()
         except Exception as error:
             shown = as_shoal_error(error)
             torn = callbacks.meddled  # why model and optimizer do not match the state, or None
@@ -290,8 +302,29 @@ class Trainer:
             share_incidents(parts, self._around, self.state)
         self._records.write(last)
         outcome = self._between.conclude(self.state, status)
+        if self._modes is not None:
+            self._modes.close()
+            outcome.trial = self._modes.report()
         callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
+
+    def _all_steps(self) -> str:
+        """Return the status of `_steps`, after other attempts at a step that a candidate of a trial cannot compute."""
+        while True:
+            try:
+                return self._steps()
+            except Exception as error:
+                untouched = self._parts.updater.num_begun == self._num_updates
+                if self._trial is None or not untouched or not self._trial.refuses(error, self.state.step):
+                    raise
+                with contextlib.suppress(JobError):
+                    self._buffers.restore()
+                self._parts.loader.seek(self.state.step, self._parts.computer.computation.effective_grains)
+                self._trial = self._trial.unless_over()
+
+    def _is_due(self, step: int) -> bool:
+        """Return True if work that is due after `step` steps, or a change of the mode, needs exactly that step."""
+        return self._between.is_due(step) or (self._trial is not None and step == self._trial.ends_at)
 
     def _steps(self) -> str:
         """Train all remaining steps, or until a stop; return "completed" or "preempted".
@@ -314,6 +347,8 @@ class Trainer:
                     elif evaluates:
                         self._runner.draws_may_follow()
                         self._between.evaluate(self.state)
+                trial = self._trial
+                self._trial = trial.followed(self.state.step, fetched) if trial is not None else None
                 if self.state.step >= self._num_steps:
                     return "completed"
                 self._clock.begin(self.state.step + 1)
@@ -467,7 +502,8 @@ class Trainer:
         parts, state = self._parts, self.state
         culprits = None
         if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
-            culprits = find_nonfinite(parts.computer, parts.precision, parts.parameters, self._mesh, computed.seen)
+            computer = parts.computer
+            culprits = find_nonfinite(computer, computer.precision, parts.parameters, self._mesh, computed.seen)
         self._buffers.restore()
         state.bad_streak += 1
         bad = NonFiniteStep(state.step, computed.sums.loss, culprits, state.bad_streak, parts.job.on_nonfinite)
@@ -533,6 +569,9 @@ class Trainer:
         self._records.forget_after(step)
         self._between.forget()
         self._advanced = False
+        if self._modes is not None:
+            self._modes.go_to(step)
+            self._trial = self._modes.unless_over()
 
     def _advance(
         self,
@@ -566,6 +605,8 @@ class Trainer:
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
+        if self._trial is not None:
+            self._trial.take(state.step)
         parts.callbacks.stepped(state, record, late=followed)
         if self._has_callbacks:
             self._runner.draws_may_follow()

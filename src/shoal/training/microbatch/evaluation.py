@@ -146,6 +146,10 @@ class Evaluator:
 
             collectively(mesh, self._divided, rehearsed)
 
+    def use(self, precision: Precision) -> None:
+        """Evaluate in another precision or memory format from now on."""
+        self._precision = precision
+
     def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
         """Return all metrics' totals and weights over the chunk of this rank with this index; empty for a stream."""
         if not isinstance(self.source, MapSource):
@@ -335,6 +339,11 @@ class EvaluationSets:
         """Rehearse the evaluation of each set, as `Evaluator.rehearse` does. Collective: all ranks."""
         for evaluator in self._by_name.values():
             evaluator.rehearse(model)
+
+    def use(self, precision: Precision) -> None:
+        """Evaluate all sets in another precision or memory format from now on."""
+        for evaluator in self._by_name.values():
+            evaluator.use(precision)
 
     def first_sums(self, model: nn.Module) -> tuple[float, ...]:
         """Return the first sums of all sets, as `Evaluator.first_sums` does."""

@@ -581,7 +581,7 @@ class StepRunner:
 
     def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
         self._parts, self._loader = parts, loader
-        self._transfer = Transfer(parts.mesh.device, parts.precision.inputs)
+        self._transfer = Transfer(parts.mesh.device, self._on_device)
         self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
@@ -592,6 +592,15 @@ class StepRunner:
 
             parts.sharded_model.model.register_forward_hook(note_output)
         self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
+
+    def _on_device(self, batch: Any) -> Any:
+        return self._parts.computer.precision.inputs(batch)
+
+    def transfer_again(self, fetched: FetchedStep) -> None:
+        """Send a step's first microbatch to the device again, after a change of the memory format."""
+        if fetched.first is not None:
+            first = fetched.first.microbatch
+            fetched.first = LoadedMicrobatch(first, self._transfer.start(first.batch))
 
     def draws_may_follow(self) -> None:
         """Record that user code, which may draw random numbers, runs before the next step."""
@@ -661,7 +670,7 @@ class StepRunner:
             self.probe.agree_on(step.proposal, number, in_step=True)
 
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
-        parts, inputs = self._parts, self._parts.precision.inputs
+        parts, inputs = self._parts, self._on_device
         meets = parts.strategy.syncs_every_microbatch
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
@@ -752,7 +761,7 @@ class StepRunner:
             with generators_kept(), without_modes():
                 for filler in self._loader.fillers(step) if self._output is None else ():
                     with parts.computer.scope(filler):
-                        parts.computer.loss(parts.precision.inputs(filler.batch))
+                        parts.computer.loss(self._on_device(filler.batch))
                     if self._output is not None:
                         break
             leaves = [leaf for leaf in tree_leaves(self._output) if isinstance(leaf, Tensor) and leaf.requires_grad]

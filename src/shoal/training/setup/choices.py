@@ -1,4 +1,4 @@
-"""Settings that a run chooses itself: reading processes, memory format of images, one parameter copy or several.
+"""Settings that a run chooses before its first step: reading processes, one parameter copy or several.
 
 Each rank proposes values from what it sees. All ranks then derive the same complete plan from all proposals.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,11 +19,9 @@ from shoal.distributed.collectives.shared_memory.region import why_not_copied
 from shoal.distributed.mesh import together
 from shoal.errors import JobError
 from shoal.jobs.job import Job
-from shoal.numerics.precision import Precision
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
 from shoal.training.callbacks.base import Callback
-from shoal.training.setup.memory_format_choice import FormatChoice, choose_format
 
 # Bytes of parameters. Below, sharing the update saves less time than its two synchronizations cost: 0.1 ms.
 WORTH_BYTES = 1 << 20
@@ -37,7 +35,7 @@ _ONE_COPY = (
 
 
 class Choices(NamedTuple):
-    """The complete plan of a run, and lines for people on its data and memory format, and on copies."""
+    """The complete plan of a run, and lines for people on its data, and on copies."""
 
     plan: CompletePlan
     notes: tuple[str, ...]
@@ -51,22 +49,18 @@ def choose(
     optimizer: torch.optim.Optimizer,
     *,
     data: Opened,
-    precision: Precision,
     workers: int,
-    chooses_format: bool,
     may_copy: bool,
     checks_replicas: bool,
 ) -> Choices:
     """Return the complete plan of this run, which no later stage changes.
 
-    `workers`: this rank's proposal for data.workers. `chooses_format`: the plan leaves the memory format open.
+    `workers`: this rank's proposal for data.workers.
     `may_copy`: the plan leaves open whether the ranks share one copy. `checks_replicas`: the run compares the copies.
     Raises: JobError if the user requests a shared copy that the job does not allow.
     Collective: all ranks, one JSON gather, and another one for a shared copy that the user requests.
     """
     mesh, model = sharded_model.mesh, sharded_model.model
-    tries_format = chooses_format and not (plan.execution.exact or plan.divides_model)
-    image_format = choose_format(job, model, precision, data) if tries_format else FormatChoice()
     lacking = need = None
     if plan.shares_memory:
         lacking = why_not_copied()
@@ -75,7 +69,6 @@ def choose(
     wanted = need or (CopyNeed("--check-replicas", "it compares the copies") if checks_replicas else None)
     proposal = {
         "workers": workers,
-        "format": asdict(image_format),
         "lacks": lacking is not None,
         "need": None if wanted is None else f"{wanted.what}: {wanted.why}",
         "small": is_small(model),
@@ -86,11 +79,7 @@ def choose(
     notes = data.notes
     if data.workers not in (None, workers) and isinstance(data.source, MapSource):
         notes += (f"train_data: num_workers={data.workers} has no effect: the plan has data.workers = {workers}",)
-    formats = [FormatChoice(**row["format"]) for row in rows]
-    image_format = next((one for one in formats if not one.channels_last), formats[0])  # any rank can refuse
-    if image_format.note:
-        notes += (image_format.note,)
-    plan = plan.with_choices(workers=workers, channels_last=image_format.channels_last if tries_format else None)
+    plan = plan.with_choices(workers=workers)
     if not plan.shares_memory:
         return Choices(plan, notes, ())
     # The plan may come from another machine.

@@ -44,6 +44,7 @@ from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.captured_step import refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
+from shoal.training.loop.step_modes import RunTrial
 from shoal.training.loop.trainer import Trainer, TrainingParts
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
 from shoal.training.microbatch.policy import MicrobatchPolicy
@@ -116,10 +117,17 @@ class Engine(TrainingParts):
             "for each batch"
         )
 
-    def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
+    def trainer(
+        self,
+        state: RunState | None,
+        num_steps: int,
+        around: Surroundings,
+        records: RecordWriter,
+        trial: RunTrial | None = None,
+    ) -> Trainer:
         """Return the trainer, which resumes from `state`, or starts at the first step if it is None."""
         self.introduce_callbacks(num_steps, around)
-        return Trainer(self, around, state or self.first_state(), num_steps, records)
+        return Trainer(self, around, state or self.first_state(), num_steps, records, trial=trial)
 
     def introduce_callbacks(self, num_steps: int, around: Surroundings) -> None:
         """Pass the facts about the run, which ends after `num_steps` steps, to the callbacks."""
@@ -146,19 +154,18 @@ class Engine(TrainingParts):
 class Options:
     """Options of a run. Only `initial_weights` changes the results.
 
-    `checkpoints`: the checkpoints' directory, None to write none. `keep_checkpoints`: maximum number of them, None for
-    all. `saved`: file with the newest checkpoint's step. `fence`: right of the ranks' generation to write. `remote`:
-    place of the checkpoints outside the directory. `eval_samples`: maximum number of samples in an evaluation, None for
-    all. `take_workers`: a DataLoader's num_workers sets data.workers. `may_copy`: a job that needs copies ignores
-    memory.shared = true. `chooses_format`: the engine chooses execution.channels_last. `heartbeat`: read by the
-    launcher. `initial_weights`: replace the values from the job's model(). `callbacks`: the job's callbacks in a run,
-    none in a verification or measurement. `bad_samples`: maximum number of unreadable samples to skip.
-    `check_replicas`: number of steps between checks of replicas. `compares_replicas`: whether replicas are compared
-    after the first steps and the last step. `mtbf_seconds`: mean time between losses of ranks, None if none was lost.
-    `meters`: the engine measures traffic and memory of the first steps, and ignores `observer`. `listener`: receives
-    the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to detect initial values
-    that do not follow from the job's seed. `drawn_at_import`: such values include tensors that were made before the
-    call of model().
+    `checkpoints`: the checkpoints' directory, None to write none. `keep_checkpoints`: maximum number of them, None
+    for all. `saved`: file with the newest checkpoint's step. `fence`: right of the ranks' generation to write.
+    `remote`: place of the checkpoints outside the directory. `eval_samples`: maximum number of samples in an
+    evaluation, None for all. `take_workers`: a DataLoader's num_workers sets data.workers. `may_copy`: a job that
+    needs copies ignores memory.shared = true. `heartbeat`: read by the launcher. `initial_weights`: replace the
+    values from the job's model(). `callbacks`: the job's callbacks in a run, none in a verification or measurement.
+    `bad_samples`: maximum number of unreadable samples to skip. `check_replicas`: number of steps between checks of
+    replicas. `compares_replicas`: whether replicas are compared after the first steps and the last step.
+    `mtbf_seconds`: mean time between losses of ranks, None if none was lost. `meters`: the engine measures traffic
+    and memory of the first steps, and ignores `observer`. `listener`: receives the steps' spans and microbatches.
+    `checks_seed`: rank 0 constructs a small model twice, to detect initial values that do not follow from the job's
+    seed. `drawn_at_import`: such values include tensors that were made before the call of model().
     """
 
     checkpoints: Path | None = None
@@ -171,7 +178,6 @@ class Options:
     eval_samples: int | None = None
     take_workers: bool = False
     may_copy: bool = False
-    chooses_format: bool = False
     initial_weights: InitialWeights | None = None
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
@@ -226,13 +232,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         sharded_model,
         optimizer,
         data=data,
-        precision=precision,
         workers=workers,
-        chooses_format=options.chooses_format,
         may_copy=options.may_copy,
         checks_replicas=bool(options.check_replicas),
     )
-    precision = replace(precision, channels_last=plan.execution.channels_last)
     if requested.shares_memory and not plan.shares_memory:
         sharded_model = ShardedModel(sharded_model.mesh, model, hooks=sharded_model.hooks)
 

@@ -398,7 +398,7 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False, captured: bool = False
     ) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
-        self._narrow = captured and job.schedule is not None
+        self.rounds_rates = captured  # scheduled rates, to float32
         self._parts = tuple(parts(optimizer).values())
         rates = rated(self._parts)
         self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
@@ -465,7 +465,7 @@ class Stepper:
             rate = (self._rates[0] if self._rates else 1.0) * multiplier
             if groups and OWN_RATE in groups[0]:
                 rate = float(groups[0]["lr"])
-        if not self._narrow:
+        if not (self.rounds_rates and self._job.schedule is not None):
             return rate
         for group in self._optimizer.param_groups:
             if not isinstance(group["lr"], Tensor):

@@ -1,0 +1,186 @@
+"""Start of a trial of step modes: whether a run has one, its candidates, and turns that are known already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.data.source import MapSource, small_batch
+from shoal.distributed.mesh import decided_by_rank_0
+from shoal.distributed.process_setup import versions
+from shoal.hardware.detect import cores, processor
+from shoal.numerics.operators import tensors_in
+from shoal.plans.legal import conflicts
+from shoal.runs.directory import Fence, RunDirectory
+from shoal.runs.step_trial import (
+    CHANNELS_LAST,
+    GRAPH_SECONDS,
+    Candidate,
+    StepMode,
+    StepTrial,
+    TrialKey,
+    Verdict,
+    is_too_short,
+    read_trial,
+    recorded_trial,
+)
+from shoal.training.loop.step_modes import RunTrial
+from shoal.training.setup.engine import Engine
+from shoal.training.setup.memory_format_choice import NO_IMAGES, why_not_channels_last
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What a call says about the mode of steps.
+
+    Args:
+        step: the option: "auto", the path of a trial.json, or another mode.
+        sets_step: whether a plan file sets the mode of steps.
+        sets_format: whether a plan file, or the run that is resumed, sets the memory format.
+        covered: whether a certificate has to cover the plan.
+    """
+
+    step: str
+    sets_step: bool = False
+    sets_format: bool = False
+    covered: bool = False
+
+
+@dataclass(frozen=True)
+class _Known:
+    trial: StepTrial | None = None
+    source: str = ""
+    is_given: bool = False  # the trial needs no record in the file of this machine
+
+
+def open_trial(
+    engine: Engine,
+    request: TrialRequest,
+    description: Mapping[str, Any],
+    *,
+    directory: RunDirectory,
+    fence: Fence,
+    first: int | None,
+    num_steps: int,
+) -> RunTrial | str:
+    """Return the trial of a run, or why it has none.
+
+    Args:
+        engine: the engine of the run.
+        request: what the call says.
+        description: content of job.json.
+        directory: the run directory.
+        fence: right of the ranks' generation to write.
+        first: number of steps of a run that is resumed, None for a new run.
+        num_steps: number of steps at the end of the run.
+
+    Raises: CommandError for a damaged trial.json. Collective: all ranks.
+    """
+    plan, mesh = engine.plan, engine.mesh
+    own = directory.trial if mesh.rank == 0 else None
+    given = Path(request.step) if request.step.endswith(".json") else None
+    reason = _why_none(engine, request, num_steps)
+    if reason is not None and (given is None or plan.execution.exact):
+        return reason
+    key = TrialKey(_facts(engine, description), num_steps)
+
+    def known() -> _Known:
+        if first is not None:
+            trial = read_trial(directory.trial)
+            return _Known(trial, "as the run began")
+        if given is not None:
+            return _Known(read_trial(given), f"as {given} says", is_given=True)
+        trial = recorded_trial(key)
+        return _Known(trial, "as recorded on this machine", is_given=trial is not None)
+
+    start = decided_by_rank_0(mesh, _Known, known)
+    trial, source = start.trial, start.source
+    if trial is None and first:
+        return "the run began without a trial"
+    if trial is None and given is not None:
+        return f"{given} is not there"
+    if trial is None:
+        trial, source = _new_trial(engine, request, key), ""
+    elif trial.chosen is None and start.is_given and given is not None:
+        trial.end(trial.ends_at, "the given turns end there")
+    elif trial.chosen is None and trial.net != key.net:
+        trial.end(first or 0, "the run goes on with another layout, job or machine")
+    trial.num_steps = num_steps
+    if not trial.turns and trial.chosen == StepMode.of(plan).name:
+        return "; ".join(f"{name}: {verdict.reason}" for name, verdict in trial.verdicts.items()) or "nothing to try"
+    if trial.chosen is None:
+        source = ""
+    run = RunTrial(trial, None if start.is_given else key, source, directory.plan if own else None, own, fence)
+    run.write()
+    return run
+
+
+def _why_none(engine: Engine, request: TrialRequest, num_steps: int) -> str | None:
+    """Return why a run has no trial of its own, in words."""
+    plan = engine.plan
+    for is_so, reason in (
+        (plan.execution.exact, "exact mode has one way to compute a step"),
+        (request.step not in ("auto",), f"--step {request.step}"),
+        (request.sets_step, "the plan file sets it"),
+        (request.covered, "the certificate covers one plan"),
+        (plan.serves, "parameter servers compute steps in parts"),
+        (plan.divides_model, "each rank has a part of the model"),
+        (not isinstance(engine.job.train_data.source, MapSource), "the length of a stream is not known"),
+        (is_too_short(num_steps), f"{num_steps} steps are too few for a trial"),
+    ):
+        if is_so:
+            return reason
+    return None
+
+
+def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTrial:
+    """Return the trial of a run that nothing is known of. Collective: all ranks."""
+    plan, precision, mesh = engine.plan, engine.precision, engine.mesh
+    base = StepMode.of(plan)
+    candidates: list[Candidate] = []
+    verdicts: dict[str, Verdict] = {}
+    if precision.device.type == "cuda":
+        candidates.append(Candidate("graph", GRAPH_SECONDS))
+    elif not (request.sets_format or base.channels_last or not precision.is_wide):
+        reasons = mesh.gather_json(why_not_channels_last(engine.job, engine.model, precision, engine.job.train_data))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            candidates.append(Candidate(CHANNELS_LAST))
+        elif reason != NO_IMAGES:
+            verdicts[CHANNELS_LAST] = Verdict(f"left out: {reason}")
+    left = []
+    for candidate in candidates:
+        refused = conflicts(plan.with_choices(execution=asdict(candidate.added_to(base))))
+        if refused:
+            verdicts[candidate.name] = Verdict(f"left out: {refused[0].conflict}")
+        else:
+            left.append(candidate)
+    trial = StepTrial(base.name, key.net, key.num_steps, left)
+    trial.verdicts |= verdicts
+    return trial
+
+
+def _facts(engine: Engine, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the time of a step depends on."""
+    plan, device = engine.plan, engine.mesh.device
+    data = engine.job.train_data
+    batch = small_batch(data.source, data.collate, data.bad_samples)
+    shapes = [(list(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors_in(batch) if isinstance(leaf, Tensor)]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    job = {name: value for name, value in engine.job.describe().items() if name not in ("seed", "length", "shuffle")}
+    document = plan.to_mapping()
+    del document["prediction"]
+    return {
+        "code": description.get("code"),
+        "parameters": description.get("shapes_sha256"),
+        "job": job,
+        "batch": shapes,
+        "plan": document,
+        "versions": versions(),
+        "device": [device.type, gpu, processor(), cores(), torch.get_num_threads()],
+    }
