@@ -75,7 +75,7 @@ def test_ranks_choose_together_by_the_slowest(tmp_path: Path) -> None:
     fast, slow = run_all(
         [
             tried(tmp_path, "fast", devices=2),
-            tried(tmp_path, "slow", devices=2, home="other", settings={"slow": "channels last"}),
+            tried(tmp_path, "slow", devices=2, home="other", settings={"slow": LAST}),
         ]
     )
     assert trial(fast)["chosen"] == LAST
@@ -86,7 +86,7 @@ def test_ranks_choose_together_by_the_slowest(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_in_the_midst_of_its_trial_goes_on_with_its_turns(tmp_path: Path) -> None:
     undisturbed, same_turns = run(tried(tmp_path, "undisturbed")), 0
-    for dies in (6, 8, 14):  # with those of the looks, in the second turn, in the third one, after the trial
+    for dies in (5, 8, 12):  # in the second turn, in the third one, after the trial
         name, mark = f"killed-{dies}", {"SHOAL_TEST_DIES": str(tmp_path / f"mark-{dies}")}
         again = ("--checkpoint-every", "2")
         settings, home = {"dies": dies}, f"home-{dies}"

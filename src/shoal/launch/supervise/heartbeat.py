@@ -85,6 +85,13 @@ class Heartbeat:
         path = variables.get(HEARTBEAT_FILE)
         return cls(Path(path) if path else None)
 
+    def forget(self) -> None:
+        """Forget how long phases took, so that each may last as in a first step, which compiles."""
+        self._longest = [0.0] * len(PHASES)
+        if self._memory is not None:
+            for window in range(2):
+                _LONGEST.pack_into(self._memory, _NOW.size + window * _LONGEST.size, *self._longest)
+
     def close(self) -> None:
         """Stop writing, for a process that continues without a launcher."""
         if self._memory is not None:

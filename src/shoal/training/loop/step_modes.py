@@ -6,7 +6,6 @@ the slowest one. Which steps ran in which mode is written before they run: `runs
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.errors import StorageError
+from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan
@@ -209,14 +209,16 @@ class StepModes:
         if mode == self._mode:
             return
         parts, computer = self._parts, self._parts.computer
-        if mode.compile != self._mode.compile:
-            computer.compiles = mode.compile != "none"
-            first_sums = functools.partial(parts.evaluator.first_sums, parts.model)
-            computer.evaluation = None if computer.compiles else first_sums
+        compiles = mode.compile != "none"
+        if compiles and not computer.regions.names:
+            plan = parts.plan.with_choices(execution=asdict(mode))
+            computer.regions = compile_blocks(parts.model, plan, computer.precision, loss=computer.job.loss)
+            parts.clock.heartbeat.forget()
+        computer.regions.enabled = compiles
         if mode.channels_last != self._mode.channels_last:
             computer.precision = replace(computer.precision, channels_last=mode.channels_last)
-            computer.pair = LossPair(computer.job.loss, computer.precision)
             parts.evaluator.use(computer.precision)
+        computer.pair = LossPair(computer.regions.whole or computer.job.loss, computer.precision)
         if mode.cuda_graph != self._mode.cuda_graph:
             if mode.cuda_graph:
                 self._late.capture()

@@ -32,7 +32,7 @@ def why_not_channels_last(job: Job, model: nn.Module, precision: Precision, data
 
     `model`: with values, as it is trained. It computes two samples in both formats, and stays unchanged.
     """
-    source = data.source
+    precision, source = precision if precision.compute == precision.parameters else precision.wide(), data.source
     if not isinstance(source, MapSource) or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return NO_IMAGES
     with generators_kept(), contextlib.suppress(Exception):  # a step reports any error

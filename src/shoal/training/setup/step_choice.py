@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,15 @@ from shoal.plans.legal import conflicts
 from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.step_trial import (
     CHANNELS_LAST,
+    COMPILE_AGAIN_SECONDS,
+    COMPILE_SECONDS,
     GRAPH_SECONDS,
     Candidate,
     StepMode,
     StepTrial,
     TrialKey,
     Verdict,
+    has_compiled,
     is_too_short,
     read_trial,
     recorded_trial,
@@ -144,20 +148,26 @@ def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTria
     base = StepMode.of(plan)
     candidates: list[Candidate] = []
     verdicts: dict[str, Verdict] = {}
-    if precision.device.type == "cuda":
-        candidates.append(Candidate("graph", GRAPH_SECONDS))
-    elif not (request.sets_format or base.channels_last or not precision.is_wide):
+    on_gpu = precision.device.type == "cuda"
+    # Where channels last saves time: all kernels of CPUs that have it are for float32, tensor cores are for 16 bits.
+    if not (request.sets_format or base.channels_last) and precision.is_wide != on_gpu:
         reasons = mesh.gather_json(why_not_channels_last(engine.job, engine.model, precision, engine.job.train_data))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             candidates.append(Candidate(CHANNELS_LAST))
         elif reason != NO_IMAGES:
             verdicts[CHANNELS_LAST] = Verdict(f"left out: {reason}")
+    compiling = COMPILE_AGAIN_SECONDS if decided_by_rank_0(mesh, bool, lambda: has_compiled(key)) else COMPILE_SECONDS
+    candidates += [Candidate("graph", GRAPH_SECONDS)] if on_gpu else []
+    candidates.append(Candidate("compiled", compiling))
+    candidates += [Candidate("compiled-graph", compiling + GRAPH_SECONDS)] if on_gpu else []
     left = []
     for candidate in candidates:
         refused = conflicts(plan.with_choices(execution=asdict(candidate.added_to(base))))
         if refused:
             verdicts[candidate.name] = Verdict(f"left out: {refused[0].conflict}")
+        elif "compiled" in candidate.name and not isinstance(precision.products(), contextlib.nullcontext):
+            verdicts[candidate.name] = Verdict(f"left out: this processor computes {precision.compute} in float32")
         else:
             left.append(candidate)
     trial = StepTrial(base.name, key.net, key.num_steps, left)
