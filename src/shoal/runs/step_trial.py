@@ -29,7 +29,7 @@ _LAST = ", channels last"
 
 @dataclass(frozen=True)
 class StepMode:
-    """How a step is computed. `compile`: a kind of compilation of a plan, "none" for no compilation."""
+    """Mode in which a step is computed. `compile`: a kind of compilation of a plan, "none" for no compilation."""
 
     cuda_graph: bool = False
     compile: str = "none"
@@ -54,7 +54,7 @@ class StepMode:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ModeTurn:
     """Steps in one mode: those after `after` finished steps, up to step `until`.
 
     `seconds`: median of the measured steps on the slowest rank; None if the turn was not measured.
@@ -67,8 +67,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A mode to try. `cost_seconds`: of its first step, beyond a step's own time."""
+class TrialCandidate:
+    """Mode to try. `cost_seconds`: of its first step, beyond a step's own time."""
 
     name: str
     cost_seconds: float = 0.0
@@ -81,8 +81,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came of a candidate, in words. `seconds`, `of_best`: of a step; `spread`: of the best mode's two turns."""
+class TrialVerdict:
+    """Verdict on a candidate, in words. `seconds`, `of_best`: of a step; `spread`: of the best mode's two turns."""
 
     reason: str
     seconds: float | None = None
@@ -123,11 +123,11 @@ class StepTrial:
     base: str
     net: str
     num_steps: int
-    candidates: list[Candidate]
+    candidates: list[TrialCandidate]
     best: str = ""
     steps_per_turn: int = field(default_factory=lambda: LEAST_STEPS)
-    turns: list[Turn] = field(default_factory=list)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    turns: list[ModeTurn] = field(default_factory=list)
+    verdicts: dict[str, TrialVerdict] = field(default_factory=dict)
     chosen: str | None = None
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class StepTrial:
         candidate, of_best = self.candidates.pop(0), (before + after) / 2
         gain, spread = 1.0 - own / of_best, abs(before - after) / of_best
         words = f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than {self.best}, whose turns differ by {spread:.1%}"
-        self.verdicts[candidate.name] = Verdict(words, own, of_best, spread)
+        self.verdicts[candidate.name] = TrialVerdict(words, own, of_best, spread)
         if gain >= LEAST_GAIN and gain > spread:
             self.best = candidate.added_to(StepMode.named(self.best)).name
         if candidate.name == "compiled":  # what is compiled stays so
@@ -187,7 +187,7 @@ class StepTrial:
         last, candidate = self.turns.pop(), self.candidates.pop(0)
         if last.after < step:
             self.turns.append(replace(last, until=step))
-        self.verdicts[candidate.name] = Verdict(f"left out: {reason}")
+        self.verdicts[candidate.name] = TrialVerdict(f"left out: {reason}")
         self._proceed(step)
 
     def end(self, step: int, reason: str) -> None:
@@ -195,14 +195,14 @@ class StepTrial:
         if self.turns[-1].until > step:
             last = self.turns.pop()
             self.turns += [replace(last, until=step)] if last.after < step else []
-        self.verdicts |= {one.name: Verdict(f"not tried: {reason}") for one in self.candidates}
+        self.verdicts |= {one.name: TrialVerdict(f"not tried: {reason}") for one in self.candidates}
         self.candidates, self.chosen = [], self.best
 
     def _proceed(self, step: int) -> None:
         """Begin the next turn after `step`, or choose if no candidate is left that pays."""
         is_of_best = bool(self.turns) and self.turns[-1].mode == self.best
         while self.candidates and (reason := self._why_not(self.candidates[0], step, 2 if is_of_best else 3)):
-            self.verdicts[self.candidates.pop(0).name] = Verdict(f"not tried: {reason}")
+            self.verdicts[self.candidates.pop(0).name] = TrialVerdict(f"not tried: {reason}")
         if not self.candidates:
             self.chosen = self.best
             return
@@ -214,9 +214,9 @@ class StepTrial:
         return self.candidates[0].added_to(StepMode.named(self.best)).name
 
     def _begin(self, mode: str, step: int) -> None:
-        self.turns.append(Turn(mode, step, step + WARM_UPS + self.steps_per_turn))
+        self.turns.append(ModeTurn(mode, step, step + WARM_UPS + self.steps_per_turn))
 
-    def _why_not(self, candidate: Candidate, step: int, num_turns: int) -> str:
+    def _why_not(self, candidate: TrialCandidate, step: int, num_turns: int) -> str:
         """Return why a candidate does not pay after `step`, in `num_turns` turns; empty if it does or may."""
         left = self.num_steps - step
         if num_turns * (WARM_UPS + self.steps_per_turn) > MOST_OF_RUN * left:
@@ -226,27 +226,28 @@ class StepTrial:
             return ""
         return f"it costs about {candidate.cost_seconds:.0f} s, and the {left} steps left take {left * seconds:.3g} s"
 
-    def to_text(self) -> str:
-        """Return the trial as JSON text."""
-        return json.dumps(asdict(self), indent=1) + "\n"
 
-    @classmethod
-    def from_json(cls, document: object) -> StepTrial:
-        """Parse the value of `to_json`. Raises: ValueError."""
-        trial: StepTrial = adapter(StepTrial).validate_python(document)
-        names = {trial.base, trial.best, trial.chosen or trial.best, *(turn.mode for turn in trial.turns)}
-        try:
-            for name in names:
-                StepMode.named(name)
-        except KeyError as error:
-            raise ValueError(f"a step mode of another version: {error}") from None
-        return trial
+def trial_text(trial: StepTrial) -> str:
+    """Return a trial as JSON text."""
+    return json.dumps(asdict(trial), indent=1) + "\n"
+
+
+def trial_of(document: object) -> StepTrial:
+    """Parse the JSON value of a trial. Raises: ValueError."""
+    trial: StepTrial = adapter(StepTrial).validate_python(document)
+    names = {trial.base, trial.best, trial.chosen or trial.best, *(turn.mode for turn in trial.turns)}
+    try:
+        for name in names:
+            StepMode.named(name)
+    except KeyError as error:
+        raise ValueError(f"a step mode of another version: {error}") from None
+    return trial
 
 
 def read_trial(path: Path) -> StepTrial | None:
     """Read a trial.json; None if there is none. Raises: CommandError for another file."""
     try:
-        return StepTrial.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return trial_of(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -270,7 +271,7 @@ def steps_file() -> Path:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """What a trial depends on, apart from time. `facts`: of job, plan, versions and device."""
+    """Key of a trial: all that it depends on, apart from time. `facts`: of job, plan, versions and device."""
 
     facts: Mapping[str, Any]
     num_steps: int
@@ -289,7 +290,7 @@ class TrialKey:
 def recorded_trial(key: TrialKey) -> StepTrial | None:
     """Return this machine's trial of a key, or None."""
     with contextlib.suppress(ValueError, KeyError):
-        return StepTrial.from_json(_records()[key.name])
+        return trial_of(_records()[key.name])
     return None
 
 

@@ -11,9 +11,9 @@ import pytest
 from shoal.errors import CommandError
 from shoal.runs.step_trial import (
     CHANNELS_LAST,
-    Candidate,
     StepMode,
     StepTrial,
+    TrialCandidate,
     TrialKey,
     has_compiled,
     is_too_short,
@@ -21,13 +21,14 @@ from shoal.runs.step_trial import (
     record_trial,
     recorded_trial,
     steps_file,
+    trial_text,
 )
 
-ALL = (Candidate("graph", 1.0), Candidate("compiled", 40.0), Candidate("compiled-graph", 41.0))
-LAST = (Candidate(CHANNELS_LAST),)
+ALL = (TrialCandidate("graph", 1.0), TrialCandidate("compiled", 40.0), TrialCandidate("compiled-graph", 41.0))
+LAST = (TrialCandidate(CHANNELS_LAST),)
 
 
-def trial(*candidates: Candidate, num_steps: int = 100_000) -> StepTrial:
+def trial(*candidates: TrialCandidate, num_steps: int = 100_000) -> StepTrial:
     return StepTrial("eager", "net", num_steps, list(candidates))
 
 
@@ -149,9 +150,9 @@ def test_a_trial_is_read_as_it_was_written(tmp_path: Path) -> None:
     tried.decide(0.1)
     path = tmp_path / "trial.json"
     assert read_trial(path) is None
-    path.write_text(tried.to_text())
+    path.write_text(trial_text(tried))
     assert read_trial(path) == tried
-    path.write_text(tried.to_text().replace('"graph"', '"fast"'))
+    path.write_text(trial_text(tried).replace('"graph"', '"fast"'))
     with pytest.raises(CommandError, match="no trial of step modes"):
         read_trial(path)
 

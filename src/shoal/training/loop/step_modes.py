@@ -1,4 +1,4 @@
-"""Steps in the modes of a trial's turns: what switches a live training, measures its turns, and writes the choice.
+"""Switches of a live training between the modes of a trial's turns, with their seconds and the choice.
 
 The trainer asks after each step whether a turn ends there. All ranks then derive the same next turn from the seconds of
 the slowest one. Which steps ran in which mode is written before they run: `runs/step_trial.py`.
@@ -21,7 +21,7 @@ from shoal.plans.legal import conflicts
 from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.directory import Fence
-from shoal.runs.step_trial import StepMode, StepTrial, TrialKey, record_trial
+from shoal.runs.step_trial import StepMode, StepTrial, TrialKey, record_trial, trial_text
 from shoal.training.loop.late_reads import LateReads
 from shoal.training.microbatch.step import FetchedStep, LossPair, StepRunner
 
@@ -60,7 +60,7 @@ class RunTrial:
         try:
             if plan is not None:
                 self.fence.write(self.plan, plan_text(plan))
-            self.fence.write(self.path, self.trial.to_text())
+            self.fence.write(self.path, trial_text(self.trial))
         except OSError as error:
             raise StorageError(
                 given=str(self.path),

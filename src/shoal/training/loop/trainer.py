@@ -252,7 +252,13 @@ class Trainer:
             parts.mesh, parts.clock, parts.plan, num_grains=parts.job.num_grains, around=around, writer=writer
         )
         self._between = BetweenSteps(parts, around, self._records, num_steps)
-        self._late = LateReads(parts, self._runner, self._records, self._is_due, around.note)
+        self._late = LateReads(
+            parts,
+            self._runner,
+            self._records,
+            lambda step: self._between.is_due(step) or (self._trial is not None and step == self._trial.ends_at),
+            around.note,
+        )
         # The modes of all steps, and the same while turns of a trial are left.
         self._modes = StepModes(parts, self._late, self._runner, around.note, trial) if trial is not None else None
         self._trial: StepModes | None = None
@@ -283,8 +289,19 @@ class Trainer:
         rolls_back = parts.job.on_nonfinite == "rollback" or parts.replicas.every is not None
         if rolls_back and self.state.step == 0:
             self._between.save(self.state, wait=True, in_step=True)
+        status = ""
         try:
-            status = self._all_steps()
+            while not status:
+                try:
+                    status = self._steps()
+                except Exception as error:  # of a candidate of the trial, whose step is computed again
+                    untouched = parts.updater.num_begun == self._num_updates
+                    if self._trial is None or not untouched or not self._trial.refuses(error, self.state.step):
+                        raise
+                    with contextlib.suppress(JobError):
+                        self._buffers.restore()
+                    parts.loader.seek(self.state.step, parts.computer.computation.effective_grains)
+                    self._trial = self._trial.unless_over()
         except Exception as error:
             shown = as_shoal_error(error)
             torn = callbacks.meddled  # why model and optimizer do not match the state, or None
@@ -307,24 +324,6 @@ class Trainer:
             outcome.trial = self._modes.report()
         callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
-
-    def _all_steps(self) -> str:
-        """Return the status of `_steps`, after other attempts at a step that a candidate of a trial cannot compute."""
-        while True:
-            try:
-                return self._steps()
-            except Exception as error:
-                untouched = self._parts.updater.num_begun == self._num_updates
-                if self._trial is None or not untouched or not self._trial.refuses(error, self.state.step):
-                    raise
-                with contextlib.suppress(JobError):
-                    self._buffers.restore()
-                self._parts.loader.seek(self.state.step, self._parts.computer.computation.effective_grains)
-                self._trial = self._trial.unless_over()
-
-    def _is_due(self, step: int) -> bool:
-        """Return True if work that is due after `step` steps, or a change of the mode, needs exactly that step."""
-        return self._between.is_due(step) or (self._trial is not None and step == self._trial.ends_at)
 
     def _steps(self) -> str:
         """Train all remaining steps, or until a stop; return "completed" or "preempted".

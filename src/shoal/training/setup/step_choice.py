@@ -1,4 +1,4 @@
-"""Start of a trial of step modes: whether a run has one, its candidates, and turns that are known already."""
+"""Start of a trial of step modes, with its candidates or with turns that are known already."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shoal.runs.step_trial import (
     COMPILE_AGAIN_SECONDS,
     COMPILE_SECONDS,
     GRAPH_SECONDS,
-    Candidate,
     StepMode,
     StepTrial,
+    TrialCandidate,
     TrialKey,
-    Verdict,
+    TrialVerdict,
     has_compiled,
     is_too_short,
     read_trial,
@@ -40,7 +40,7 @@ from shoal.training.setup.memory_format_choice import NO_IMAGES, why_not_channel
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """What a call says about the mode of steps.
+    """Request of a call for the mode of steps.
 
     Args:
         step: the option: "auto", the path of a trial.json, or another mode.
@@ -146,28 +146,28 @@ def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTria
     """Return the trial of a run that nothing is known of. Collective: all ranks."""
     plan, precision, mesh = engine.plan, engine.precision, engine.mesh
     base = StepMode.of(plan)
-    candidates: list[Candidate] = []
-    verdicts: dict[str, Verdict] = {}
+    candidates: list[TrialCandidate] = []
+    verdicts: dict[str, TrialVerdict] = {}
     on_gpu = precision.device.type == "cuda"
     # Where channels last saves time: all kernels of CPUs that have it are for float32, tensor cores are for 16 bits.
     if not (request.sets_format or base.channels_last) and precision.is_wide != on_gpu:
         reasons = mesh.gather_json(why_not_channels_last(engine.job, engine.model, precision, engine.job.train_data))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
-            candidates.append(Candidate(CHANNELS_LAST))
+            candidates.append(TrialCandidate(CHANNELS_LAST))
         elif reason != NO_IMAGES:
-            verdicts[CHANNELS_LAST] = Verdict(f"left out: {reason}")
+            verdicts[CHANNELS_LAST] = TrialVerdict(f"left out: {reason}")
     compiling = COMPILE_AGAIN_SECONDS if decided_by_rank_0(mesh, bool, lambda: has_compiled(key)) else COMPILE_SECONDS
-    candidates += [Candidate("graph", GRAPH_SECONDS)] if on_gpu else []
-    candidates.append(Candidate("compiled", compiling))
-    candidates += [Candidate("compiled-graph", compiling + GRAPH_SECONDS)] if on_gpu else []
+    candidates += [TrialCandidate("graph", GRAPH_SECONDS)] if on_gpu else []
+    candidates.append(TrialCandidate("compiled", compiling))
+    candidates += [TrialCandidate("compiled-graph", compiling + GRAPH_SECONDS)] if on_gpu else []
     left = []
     for candidate in candidates:
         refused = conflicts(plan.with_choices(execution=asdict(candidate.added_to(base))))
         if refused:
-            verdicts[candidate.name] = Verdict(f"left out: {refused[0].conflict}")
+            verdicts[candidate.name] = TrialVerdict(f"left out: {refused[0].conflict}")
         elif "compiled" in candidate.name and not isinstance(precision.products(), contextlib.nullcontext):
-            verdicts[candidate.name] = Verdict(f"left out: this processor computes {precision.compute} in float32")
+            verdicts[candidate.name] = TrialVerdict(f"left out: this processor computes {precision.compute} in float32")
         else:
             left.append(candidate)
     trial = StepTrial(base.name, key.net, key.num_steps, left)
