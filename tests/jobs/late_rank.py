@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.jobs.read_late import job, trained, waiting
+from tests.jobs.replayed import replaying
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -201,23 +203,52 @@ def divided_cases(unreadable: int, num_stages: int) -> Cases:
     }
 
 
+class Reading(nn.Module):
+    """Looks at a value in its forward, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = normed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found * 1.0 if RANK == FAILING and float(found.detach().sum()) > 1e9 else found
+
+
+def captured_cases() -> Cases:
+    """What ranks replay, or refuse together to capture."""
+    adam = {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.01), "clip_norm": 0.5}
+    whole = cases()
+    return {
+        "clipped": ({**adam, "schedule": lambda progress: 0.5**progress.step}, {}),
+        "not finite": whole["not finite"],
+        "a stop on one rank": whole["a stop on one rank"],
+        "a sample that one rank cannot read": ({"train_data": Unreadable(job().train_data, 57), "shuffle": False}, {}),
+        "a short last batch": ({"model": normed, "global_batch": 12, "length": shoal.Steps(18)}, {}),
+        "a model that one rank reads": ({"model": Reading}, {}),
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     layout, level, names = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
     split = tuple(f"blocks.{number}" for number in range(1, layout.get("pipeline", 1)))
     precision = PrecisionSection(reduce=layout.pop("reduce", "float32"))
+    captures, per = layout.pop("captures", False), layout.pop("grains_per_microbatch", 0)
     section, sharding = Layout(**layout), ShardSection(level=level)
     plan = Plan(layout=section, shard=sharding, pipeline=PipelineSection(split=split), precision=precision)
+    plan = plan.with_sections(batch={"grains_per_microbatch": per})
     divided = level != "optimizer" or bool(layout.keys() - {"data", "shard"})
     port = int(os.environ["MASTER_PORT"])
     with open_mesh(Environment(RANK, WORLD_SIZE, RANK, WORLD_SIZE, port=port), plan.layout) as mesh:
         for name in names:
             for late in (False, True):
                 found = divided_cases(57 if "shard" in layout else 49, len(split) + 1) if divided else cases()
-                wanted, how = found[name]
-                with waiting(late):
-                    course = trained(job(**wanted), plan, mesh, counts_reads=name == COUNTED, **how)
-                told = {"name": name, "late": late, **vars(course)}
+                wanted, how = (captured_cases() if captures else found)[name]
+                own = plan.with_sections(execution={"cuda_graph": captures and late})
+                with waiting(late), replaying() if captures else contextlib.nullcontext({}) as counted:
+                    course = trained(job(**wanted), own, mesh, counts_reads=name == COUNTED, **how)
+                told = {"name": name, "late": late, "counted": counted, **vars(course)}
                 print(json.dumps(told), flush=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -39,7 +39,11 @@ class Noted:
     @property
     def changes(self) -> bool:
         """Whether it writes: a view of what is there already does not."""
-        return self.func._schema.is_mutable or not memory(self.found) <= memory((self.args, self.kwargs))
+        return (
+            self.func.namespace == "c10d"
+            or self.func._schema.is_mutable
+            or not memory(self.found) <= memory((self.args, self.kwargs))
+        )
 
     def again(self) -> None:
         before = torch.default_generator.get_state()
@@ -50,6 +54,9 @@ class Noted:
         finally:
             if self.drawing is not None:
                 torch.default_generator.set_state(before)
+        if self.func.namespace == "c10d":  # it writes in place, and each rank waits for it at once
+            tree_leaves(found)[-1].wait()
+            return
         for own, new in zip(tree_leaves(self.found), tree_leaves(found), strict=True):
             if isinstance(own, Tensor) and own.data_ptr() != new.data_ptr():
                 assert own.shape == new.shape
@@ -59,14 +66,15 @@ class Noted:
 class Notes(TorchDispatchMode):
     """Notes each operation that runs."""
 
-    def __init__(self, draws: CapturedScope) -> None:
+    def __init__(self, draws: Sequence[CapturedScope]) -> None:
         super().__init__()
         self.noted: list[Noted] = []
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.noted.append(Noted(func, args, kwargs or {}, found, self._draws.drawing))
+        drawing = next((own.drawing for own in self._draws if own.drawing is not None), None)
+        self.noted.append(Noted(func, args, kwargs or {}, found, drawing))
         return found
 
 
@@ -82,19 +90,23 @@ class Replays(Recorder):
         with rules:
             return body()
 
-    def record(self, body: Body, draws: CapturedScope) -> Recording:
+    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
         self.counted["record"] += 1
         with CaptureRules(draws), Notes(draws) as notes:
             outputs = body()
         noted = [one for one in notes.noted if one.changes]
 
+        def set_drawing(generator: torch.Generator | None) -> None:
+            for own in draws:
+                own.drawing = generator
+
         def replay() -> None:
             self.counted["replay"] += 1
             with torch.no_grad(), CaptureRules(draws):
                 for one in noted:
-                    draws.drawing = one.drawing
+                    set_drawing(one.drawing)
                     one.again()
-                draws.drawing = None
+                set_drawing(None)
 
         return Recording(replay, outputs)
 

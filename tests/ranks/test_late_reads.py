@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import PIPE
 from typing import Any
 
@@ -49,7 +50,8 @@ def courses(layout: dict[str, Any], level: str, names: tuple[str, ...]) -> list[
         for rank in range(int(num_ranks))
     ]
     try:
-        told = [process.communicate(timeout=160) for process in processes]
+        with ThreadPoolExecutor() as readers:  # of one after the other, a rank waits for its pipe and another for it
+            told = list(readers.map(lambda process: process.communicate(timeout=160), processes))
         for process, (_, stderr) in zip(processes, told, strict=True):
             assert process.returncode == 0, stderr[-3000:]
     finally:
@@ -103,6 +105,42 @@ def test_ranks_with_the_whole_model_read_late_what_they_would_have_read_at_once(
     assert "once" in ranks[1]["an error on one rank", True]["error"]
     assert "rank 1" in ranks[0]["an error on one rank", True]["error"]
     check_callbacks(ranks)
+
+
+SHORT, REFUSED = "a short last batch", "a model that one rank reads"
+LAYOUTS = [
+    {"data": 2},
+    {"shard": 2},
+    {"data": 2, "grains_per_microbatch": 1},
+    {"data": 2, "reduce": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_replay_what_they_would_have_queued(layout: dict[str, Any]) -> None:
+    """The ranks' sums and exchanges are in the graph, which a recorder on the host repeats: all ranks replay, or none."""
+    names = ("clipped", "not finite", STOPPED, UNREADABLE, SHORT, REFUSED)
+    ranks = courses({**layout, "captures": True}, "optimizer", names)
+    for found in ranks:
+        for name in names:
+            at_once, captured = found[name, False], found[name, True]
+            same = ("weights", "state", "error", "records") if name != STOPPED else ()
+            assert [captured[key] for key in same] == [at_once[key] for key in same], name
+            said = [note for note in captured["notes"] if note.startswith("execution.cuda_graph")]
+            if name == REFUSED:
+                assert captured["counted"].get("replay", 0) == 0
+                assert "rank 1: it reads a number off the device" in said[0]
+                assert "(in Reading, late_rank.py:" in said[0]
+            else:
+                assert len(said) == 1, said
+                assert captured["counted"]["replay"] > captured["counted"]["record"] >= 1, captured["counted"]
+        assert found["clipped", True]["counted"] == {"warm_up": 3, "record": 1, "replay": 1 + STEPS - 2}
+        assert reads(found["clipped", True]) == {}
+        assert found[SHORT, True]["counted"] == {"warm_up": 3, "record": 1, "replay": 1 + 16 - 3}
+        assert "unreadable" in found[UNREADABLE, True]["error"]
+        assert found["not finite", True]["state"]["skipped_steps"] == 2
+    stopped = [found[STOPPED, True]["state"] for found in ranks]
+    assert stopped[0] == stopped[1]
 
 
 def check_callbacks(ranks: list[Courses]) -> None:

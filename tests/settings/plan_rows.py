@@ -443,8 +443,11 @@ EXECUTION: Table = {
     ),
     # On a CPU nothing is to be seen of it but words: its effect is in tests/unit/training/loop/test_captured_step.py.
     "execution.cuda_graph": refused("a CUDA device", execution={"cuda_graph": True}),
-    "execution.cuda_graph: with data": refused(
-        "a step is captured on one process", layout={"data": 2}, execution={"cuda_graph": True}
+    "execution.cuda_graph: with ZeRO-3": refused(
+        "that of the whole model",
+        layout={"shard": 2},
+        shard={"level": "parameters"},
+        execution={"cuda_graph": True},
     ),
     "execution.cuda_graph: servers": refused(
         "the update is the servers'", layout={"data": 2}, server={"mode": "bounded"}, execution={"cuda_graph": True}
@@ -454,12 +457,11 @@ EXECUTION: Table = {
         for word, said, section, values in (
             ("recomputed", "recomputation puts back", "memory", {"recompute": "full"}),
             ("narrow", "masked by torch's fused kernels", "precision", {"parameters": "bfloat16"}),
-            ("microbatches", "is one microbatch", "batch", {"grains_per_microbatch": 1}),
         )
     },
     "execution.cuda_graph: exact": refused("on the host", execution={"cuda_graph": True, "exact": True}),
     "execution.cuda_graph: compiled": refused(
-        "the compiler decides", execution={"cuda_graph": True, "compile": "default"}
+        "graphs of its own", execution={"cuda_graph": True, "compile": "reduce-overhead"}
     ),
     "execution.compile": Acts(
         planned(job=GPT, execution={"compile": "default"}),

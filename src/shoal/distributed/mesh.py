@@ -406,6 +406,10 @@ def to_row(report: Report) -> list[float]:
     return [*(float(getattr(report, name)) for name in _FLAGS), *report.measures]
 
 
+# The row of a step whose sums take no rows along, in the length that buckets have room for.
+NO_ROW = to_row(Report())
+
+
 def agree(mesh: Mesh, report: Report) -> Agreement:
     """Exchange the reports of all ranks. Collective: all ranks, one all-gather of 15 numbers a rank."""
     if mesh.world_size > 1:

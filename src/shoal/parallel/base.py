@@ -70,9 +70,9 @@ def run_engine(
     return () if accumulate else tuple(results)
 
 
-def run_backward(total: Tensor, factor: float = 1.0) -> None:
+def run_backward(total: Tensor, factor: float | Tensor = 1.0) -> None:
     """Run the backward of a total with `factor` as its initial gradient: no extra operation or graph node."""
-    run_engine((total,), (torch.full_like(total, factor),))
+    run_engine((total,), (factor.to(total.dtype) if isinstance(factor, Tensor) else torch.full_like(total, factor),))
 
 
 @dataclass
@@ -363,7 +363,7 @@ class Strategy(ABC):
         self._had: list[bool] = []
 
     @abstractmethod
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+    def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         """Start a step, or start it again, without gradients or sums. Loss totals are multiplied by `factor`.
 
         Collective: as `UpdateDivision.begin`.
@@ -451,7 +451,7 @@ class AccumulatingStrategy(Strategy):
     """Strategy that accumulates gradients in the backward, its own or a pipeline's."""
 
     _sums: Tensor | None = None
-    _root = 1.0  # the initial gradient of a total
+    _root: float | Tensor = 1.0  # the initial gradient of a total
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         self.add(sums)

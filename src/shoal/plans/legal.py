@@ -283,7 +283,7 @@ def _captured(applies: Callable[[Plan], bool], key: str, conflict: str, instead:
     )
 
 
-_ALONE = "a step is captured on one process: what ranks tell each other is known to the host once it is under way"
+_WHOLE = "a rank's captured step is that of the whole model: ranks with parts of it meet within forwards and backwards"
 
 # Refusals of plans whose step is captured in a CUDA graph.
 CAPTURED: tuple[Rule, ...] = (
@@ -291,10 +291,22 @@ CAPTURED: tuple[Rule, ...] = (
         _captured(
             lambda plan, axis=axis: not plan.serves and _wide(plan, axis),  # type: ignore[misc]
             f"layout.{axis}",
-            _ALONE,
-            f"layout.{axis} = 1",
+            _WHOLE,
+            f"layout.{axis} = 1 and a larger layout.data",
         )
-        for axis in ("data", "shard", "tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    _captured(
+        lambda plan: plan.shards_model,
+        "shard.level",
+        _WHOLE,
+        'shard.level = "optimizer"',
+    ),
+    _captured(
+        lambda plan: plan.layout.divides_grains > 1 and plan.collectives.compression != "none",
+        "collectives.compression",
+        "what is compressed depends on numbers that the host reads",
+        'collectives.compression = "none"',
     ),
     _captured(
         lambda plan: plan.serves,
@@ -309,10 +321,10 @@ CAPTURED: tuple[Rule, ...] = (
         "execution.exact = false",
     ),
     _captured(
-        lambda plan: plan.execution.compile != "none",
+        lambda plan: plan.execution.compile not in ("none", "default"),
         "execution.compile",
-        "in a block's forward the compiler decides what runs, and may make a graph of its own of it",
-        'execution.compile = "none"',
+        "torch makes graphs of its own of the blocks",
+        'execution.compile = "default"',
     ),
     _captured(
         lambda plan: plan.memory.recompute != "none",
@@ -325,12 +337,6 @@ CAPTURED: tuple[Rule, ...] = (
         "precision.parameters",
         "a captured update is masked by torch's fused kernels, which do that for parameters in float32",
         'precision.parameters = "float32" (precision.compute may be narrower)',
-    ),
-    _captured(
-        lambda plan: plan.precision.loss_scale == "dynamic" and plan.precision.compute == "float16",
-        "precision.loss_scale",
-        "the loss scale is a constant of the captured step",
-        'a number, or precision.compute = "bfloat16"',
     ),
 )
 
@@ -390,18 +396,11 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 )
 
 
-def excluded(plan: Plan, num_microbatches: int = 1) -> Iterator[Conflict]:
-    """Yield this plan's conflicts, for at most `num_microbatches` microbatches of a rank in a step."""
+def excluded(plan: Plan) -> Iterator[Conflict]:
+    """Yield this plan's conflicts."""
     for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ())):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
-    if plan.execution.cuda_graph and num_microbatches > 1 and not plan.execution.exact:
-        yield Conflict(
-            "execution.cuda_graph",
-            shown(plan, "execution.cuda_graph", "batch.grains_per_microbatch"),
-            f"a captured step is one microbatch, and this one has {num_microbatches}",
-            "a larger batch.grains_per_microbatch (0: all grains), or execution.cuda_graph = false",
-        )
 
 
 def idle(plan: Plan) -> Iterator[str]:
@@ -461,7 +460,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
         return list(excluded(plan))
     rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
     of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
-    return [*of_model, *excluded(plan, max(num_microbatches(plan, facts), default=1))]
+    return [*of_model, *excluded(plan)]
 
 
 def refuse(conflicts: list[Conflict]) -> None:

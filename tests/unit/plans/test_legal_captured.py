@@ -16,27 +16,27 @@ FACTS = ModelFacts(8, 4)
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     **{
         f"{axis} axis": ({"layout": {axis: 2}}, f"execution.cuda_graph = true, layout.{axis} = 2", f"layout.{axis} = 1")
-        for axis in ("data", "shard", "tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context")
     },
+    "ZeRO-3": (
+        {"layout": {"shard": 2}, "shard": {"level": "parameters"}},
+        'shard.level = "parameters"',
+        'shard.level = "optimizer"',
+    ),
+    "compressed": (
+        {"layout": {"data": 2}, "collectives": {"compression": "int8"}},
+        'collectives.compression = "int8"',
+        'collectives.compression = "none"',
+    ),
     "servers": (
         {"server": {"mode": "synchronous"}, "layout": {"data": 2}},
         'execution.cuda_graph = true, server.mode = "synchronous"',
         'server.mode = "none"',
     ),
     "exact": ({"execution": {"exact": True}}, "execution.exact = true", "execution.exact = false"),
-    "compiled": ({"execution": {"compile": "reduce-overhead"}}, "reduce-overhead", 'execution.compile = "none"'),
+    "compiled": ({"execution": {"compile": "reduce-overhead"}}, "reduce-overhead", 'execution.compile = "default"'),
     "recomputed": ({"memory": {"recompute": "full"}}, 'memory.recompute = "full"', 'memory.recompute = "none"'),
     "narrow": ({"precision": {"parameters": "bfloat16"}}, "bfloat16", 'precision.parameters = "float32"'),
-    "scaled": (
-        {"precision": {"compute": "float16", "loss_scale": "dynamic"}},
-        'precision.loss_scale = "dynamic"',
-        "a number",
-    ),
-    "microbatches": (
-        {"batch": {"grains_per_microbatch": 2}},
-        "execution.cuda_graph = true, batch.grains_per_microbatch = 2",
-        "a larger batch.grains_per_microbatch",
-    ),
 }
 
 

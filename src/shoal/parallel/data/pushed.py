@@ -31,7 +31,7 @@ T = TypeVar("T")
 class FastPart(DataParallel):
     """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+    def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         super().begin(step, factor)
         self._grains: list[int] = []
 

@@ -23,6 +23,7 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.collectives.base import Collective, Handle, Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
+from shoal.distributed.mesh import NO_ROW
 from shoal.numerics import device_reads
 from shoal.numerics.gradient_norm import norm_tensor
 from shoal.numerics.operators import as_real, in_dtype, real_numel, views_of
@@ -106,11 +107,11 @@ class GradientBuckets:
                 compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
-        # For each parameter, whether it had a gradient in the last finished step; below, the same on the device.
+        # For each parameter, whether it had a gradient in the last finished step.
         self._usual: list[bool] = []
-        self._usual_there: Tensor | None = None
         self._used: list[bool] = []  # the same in this step: on this rank, and on any rank after `finish`
         self._gradients: list[Tensor | None] = []  # without buckets
+        self._constants: dict[tuple[int, ...], Tensor] = {}
         self._armed = False
         self._open = False  # between begin and finish; outside, another strategy may use the same parameters
         self._launched = 0
@@ -222,7 +223,7 @@ class GradientBuckets:
                         start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
                         unused.append((number, start, start + view.numel()))
                 self.compared = self._compression.settle([b.flat for b in self._buckets], unused)
-        self._usual, self._usual_there = self._used, None
+        self._usual = self._used
         self._give(self._usual)
         return flags, extras if extras.is_cpu else extras.cpu()
 
@@ -241,10 +242,8 @@ class GradientBuckets:
             status = torch.tensor([flags.errors, flags.redo, odd], dtype=torch.float32)
             return device_reads.sent(status, device), extras
         tail = tail.float()
-        if self._usual_there is None:
-            self._usual_there = device_reads.sent(torch.tensor(self._usual), device)
         used_there = tail[_NUM_FLAGS : self._num_status] > 0
-        odd_there = (used_there != self._usual_there).sum().float().reshape(1)
+        odd_there = (used_there != self._there(self._usual, device)).sum().float().reshape(1)
         return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
 
     def _send(self, flags: Flags, extras: Tensor) -> Tensor | None:
@@ -280,8 +279,7 @@ class GradientBuckets:
                 self._collective.release(before.flat)
             self._buckets[-1] = last
         tail = last.flat[-self._num_status - extras.numel() :]
-        status = torch.tensor([flags.errors, flags.redo, *self._used], dtype=self._dtype)
-        tail[: self._num_status] = device_reads.sent(status, tail.device)
+        tail[: self._num_status] = self._there([flags.errors, flags.redo, *self._used], tail.device)
         tail[self._num_status :] = extras
         while self._launched < len(self._buckets):
             self._launch()
@@ -289,6 +287,13 @@ class GradientBuckets:
             if bucket.work is not None:
                 bucket.work.wait()
         return last.summed[-len(tail) :]
+
+    def _there(self, numbers: Sequence[int], device: torch.device) -> Tensor:
+        """Return small numbers on the device, which stay there: steady steps and captured ones send none."""
+        key = tuple(numbers)
+        if key not in self._constants:
+            self._constants[key] = device_reads.sent(torch.tensor(key), device)
+        return self._constants[key]
 
     def _give(self, used: Sequence[bool]) -> None:
         """Give each used parameter its gradient. Missing ones become zeros: that step will not be applied."""
@@ -336,13 +341,14 @@ class DataParallel(AccumulatingStrategy):
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
-        self._factor, self._parameters = 1.0, list(parameters)
+        self._factor: float | Tensor = 1.0
+        self._parameters = list(parameters)
         # Whether the sums of several ranks travel with the gradients.
         self._in_buckets = reduce == torch.float32 and mesh.num_data_ranks == mesh.world_size
         self._nothing = torch.empty(0, device=mesh.device)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+    def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         self.update_division.begin()
         self._buckets.begin()
         self._sums = None
@@ -352,7 +358,7 @@ class DataParallel(AccumulatingStrategy):
 
     def arm(self) -> None:
         if self.compression is not None and self._sums is not None:
-            self.compression.step_unit = float(self._sums[WEIGHT]) * self._factor
+            self.compression.step_unit = float(self._sums[WEIGHT]) * float(self._factor)
         self._buckets.arm()
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
@@ -380,9 +386,10 @@ class DataParallel(AccumulatingStrategy):
     def _extras(self, sums: Tensor, row: list[float]) -> Tensor:
         """Return what travels with the gradients: the sums, and a table with this rank's row."""
         device = self._mesh.device
-        rows = torch.zeros(self._mesh.world_size, len(row))
-        rows[self._mesh.rank] = torch.tensor(row)
-        return torch.cat([to_limbs(sums.to(device)), device_reads.sent(rows.flatten(), device)])
+        rows = torch.zeros(self._mesh.world_size, len(row), device=device)
+        if row is not NO_ROW:
+            rows[self._mesh.rank] = device_reads.sent(torch.tensor(row), device)
+        return torch.cat([to_limbs(sums.to(device)), rows.flatten()])
 
     @property
     def queues(self) -> bool:
@@ -445,7 +452,7 @@ class ExactDataParallel(Strategy):
         self._num_grains = tree.num_grains
         self.begin()
 
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+    def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         self.update_division.begin()
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}

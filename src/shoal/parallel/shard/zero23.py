@@ -459,7 +459,7 @@ class FullySharded(AccumulatingStrategy):
         counts = self._mesh.num_data_ranks > 1 and self._mesh.layout.pipeline == 1
         self._calls = UnitCalls(model.model, self._units, self._mesh) if counts else None
 
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+    def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         self.rest()
         for parameter in self._parameters:
             parameter.grad = None

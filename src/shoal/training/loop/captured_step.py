@@ -10,20 +10,24 @@ run reports the reason and queues all steps without a graph. Decision 0057.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.data.loader import Microbatch
+from shoal.distributed.failures import as_shoal_error, is_lost_peer
+from shoal.distributed.mesh import NO_ROW
 from shoal.errors import JobError, PlanError, text_of
-from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
 from shoal.numerics.generators import all_generators
@@ -32,7 +36,14 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import FetchedStep, ForwardBackward, StepRunner, UnreadStep, no_gradient
+from shoal.training.microbatch.step import (
+    FetchedStep,
+    ForwardBackward,
+    LoadedMicrobatch,
+    StepRunner,
+    UnreadStep,
+    no_gradient,
+)
 from shoal.training.update.optimizer_step import maskable
 
 if TYPE_CHECKING:
@@ -51,11 +62,9 @@ _MOST_OTHERS, _MOST_CAPTURES, _MOST_SLOW = 32, 4, 8
 class StepShape:
     """Properties of a step that are fixed at its capture. The graph replays only steps with equal properties."""
 
-    spec: TreeSpec
-    leaves: tuple[Any, ...]  # (shape, strides, dtype) of each tensor; other leaves unchanged
-    grains: tuple[Grain, ...]
+    # For each microbatch its structure, its leaves and its grains. Of a tensor: shape, strides and dtype.
+    microbatches: tuple[tuple[TreeSpec, tuple[Any, ...], tuple[Grain, ...]], ...]
     policy: MicrobatchPolicy
-    scale: LossScale
     settings: tuple[Any, ...]  # of the optimizer, except the graph's inputs; `training` and `requires_grad` flags
 
 
@@ -64,33 +73,39 @@ class LaunchedStep:
     """Step with all operations queued. `masks_next`: bool []. `numbers`: the vector from `QueuedSums.packed`."""
 
     step: UnreadStep
-    rate: float
     masks_next: Tensor
     numbers: Tensor
 
 
 class StepGraph:
-    """CUDA graph for the steps of one shape, with its input tensors."""
+    """CUDA graph for the steps of one shape, with its input tensors. Its memory is that of one microbatch at a time."""
 
-    def __init__(self, parts: TrainingParts, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> None:
-        self.shape, self._parts, self._microbatch = shape, parts, microbatch.without_batch()
-        device, groups = parts.mesh.device, len(parts.updater.optimizer.param_groups)
+    def __init__(self, parts: TrainingParts, shape: StepShape, loaded: Sequence[LoadedMicrobatch]) -> None:
+        self.shape, self._parts = shape, parts
+        self._microbatches = [one.microbatch.without_batch() for one in loaded]
+        device, optimizer = parts.mesh.device, parts.updater.optimizer
         self._leaves = [
-            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
+            [
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in tree_leaves(one.batch())
+            ]
+            for one in loaded
         ]
-        self._numbers = torch.zeros(NUM_SUMS + groups, dtype=torch.float64, device=device)
+        # The sums that are known to the host, for each microbatch; the factor of the losses; the learning rates.
+        num_known = NUM_SUMS * len(loaded)
+        self._numbers = torch.zeros(num_known + 1 + len(optimizer.param_groups), dtype=torch.float64, device=device)
+        self._known, self._others = self._numbers[:num_known].view(-1, NUM_SUMS), self._numbers[num_known:]
         self._masked = torch.ones((), dtype=torch.bool, device=device)
-        self._draws = CapturedScope(parts.job.seed, shape.grains, device)
-        self._is_scoped = shape.policy.randomness == "scoped"
-        self._factor = shape.scale.factor(parts.job.global_batch)
+        scoped = self._microbatches if shape.policy.randomness == "scoped" else []
+        self._draws = [CapturedScope(parts.job.seed, one.grains, device) for one in scoped]
         self._recording: Recording | None = None
+        self._error: Exception | None = None  # of this rank's passes, while other ranks sum
         self._lasting = [tensor.detach() for tensor in lasting_tensors(parts)]  # their memory must not be reused
         self._addresses = addresses(self._lasting)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._known: tuple[Tensor, Tensor | None] | None = None  # the first pair with a gradient
+        self._trained: tuple[Tensor, Tensor | None] | None = None  # the first pair with a gradient
 
     @property
     def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
@@ -100,57 +115,89 @@ class StepGraph:
         return numbers, masks_next, QueuedSums(sums, failures, None)
 
     def fits(self) -> bool:
-        """Return True if parameters, buffers and optimizer state are still at the captured addresses."""
+        """Return True if parameters, buffers, optimizer state and buckets are still at the captured addresses."""
         return addresses(lasting_tensors(self._parts)) == self._addresses
 
-    def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
-        """Copy the inputs of the next step into the graph: samples, seeds, learning rates and the mask flag."""
-        for own, leaf in zip(self._leaves, leaves, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(leaf)
+    def fill(self, loaded: Sequence[LoadedMicrobatch], scale: LossScale, masked: Tensor | bool) -> None:
+        """Copy the inputs of the next step into the graph: samples, seeds, loss scale, learning rates, mask flag."""
+        numbers = []
+        for one, leaves in zip(loaded, self._leaves, strict=True):
+            for own, leaf in zip(leaves, tree_leaves(one.batch()), strict=True):
+                if isinstance(own, Tensor):
+                    own.copy_(leaf)
+            numbers += [0.0, 0.0, one.microbatch.num_samples, 1.0, *one.microbatch.words]
         rates = [float(group["lr"]) for group in self._parts.updater.optimizer.param_groups]
-        numbers = [0.0, 0.0, microbatch.num_samples, 1.0, *microbatch.words, *rates]
+        numbers += [scale.factor(self._parts.job.global_batch), *rates]
         device_reads.send(torch.tensor(numbers, dtype=torch.float64), self._numbers)
         if isinstance(masked, Tensor):
             self._masked.copy_(masked)
         else:
             self._masked.fill_(masked)
-        if self._is_scoped:
-            self._draws.seed(microbatch.step)
+        for draws in self._draws:
+            draws.seed(loaded[0].microbatch.step)
 
     def capture(self, recorder: Recorder, fill: Callable[[], None]) -> None:
         """Capture a masked step with the inputs from `fill`, and compare a trial replay with the warm-up.
 
-        Raises: NotCapturableError; errors of the model and the loss.
+        Raises: NotCapturableError, also for another rank's reason; errors of the model and the loss.
+        Collective: all ranks, as some steps, with a JSON gather after each.
         """
         results: tuple[Tensor, ...] = ()
         for number in range(_WARM_UPS):
+            first = number == 0
+            with self._together():
+                fill()
+                before = all_generators()
+                # Under a dispatch mode torch.compile compiles nothing: then the capture itself has to find what fails.
+                is_free = first or self._parts.computer.compiles
+                results = recorder.warm_up(
+                    self.body, contextlib.nullcontext() if is_free else CaptureRules(self._draws)
+                )
+                if not (first and self._draws) and all_generators() != before:
+                    raise NotCapturableError("it draws random numbers outside of torch's functions")
+                for draws in self._draws:
+                    draws.close()
+        with self._together():
+            if not self.fits():
+                raise NotCapturableError("its forward puts other tensors in the place of buffers")
+            if any(results[-1].tolist()):
+                raise NotCapturableError("other parameters have gradients than in the last step")
             fill()
-            before, first = all_generators(), number == 0
-            rules = contextlib.nullcontext() if first else CaptureRules(self._draws)
-            results = recorder.warm_up(self.body, rules)
-            if not (first and self._is_scoped) and all_generators() != before:
-                raise NotCapturableError("it draws random numbers outside of torch's functions")
-            self._draws.close()
-        if not self.fits():
-            raise NotCapturableError("its forward puts other tensors in the place of buffers")
-        if any(results[-1].tolist()):
-            raise NotCapturableError("other parameters have gradients than in the last step")
-        fill()
-        self._recording = recorder.record(self.body, self._draws)
-        self._gradients = [(p, p.grad) for p in self._parts.parameters]
-        self._known = next((pair for pair in self._gradients if pair[1] is not None), None)
-        fill()
-        self._recording.replay()
-        pairs = zip(results[0].tolist(), self.outputs[0].tolist(), strict=True)
-        if not all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
-            raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
+            self._recording = recorder.record(self.body, self._draws)
+            self._gradients = [(p, p.grad) for p in self._parts.parameters]
+            self._trained = next((pair for pair in self._gradients if pair[1] is not None), None)
+        with self._together():
+            fill()
+            self._recording.replay()
+            pairs = zip(results[0].tolist(), self.outputs[0].tolist(), strict=True)
+            if not all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
+                raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise on every rank if the body raises on any, or if this rank's passes have failed. Collective: all ranks.
+
+        The gather is also the barrier around a capture that NCCL needs.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        error, self._error = error or self._error, None
+        if self._parts.mesh.world_size > 1:
+            reasons = self._parts.mesh.gather_json(None if error is None else reason_of(error, self._parts.model))
+            other = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
+            if other is not None:
+                raise NotCapturableError(other) from error
+        if error is not None:
+            raise error
 
     def replay(self) -> None:
         """Replay the step that was filled in. Gradients are in `parameter.grad` as after the capture."""
         assert self._recording is not None
         self._recording.replay()
-        if self._known is not None and self._known[0].grad is not self._known[1]:  # a step ran without the graph
+        if self._trained is not None and self._trained[0].grad is not self._trained[1]:  # a step ran without the graph
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
 
@@ -162,27 +209,36 @@ class StepGraph:
     def body(self) -> tuple[Tensor, ...]:
         """Compute the step on the device. Return packed numbers, the next step's mask, sums and failures.
 
-        A replay repeats only the tensor operations. All other Python code runs in the capture alone.
+        A replay repeats only the tensor operations. All other Python code runs in the capture alone. The ranks' rows do
+        not travel with the sums: the ranks agree from host to host, while the device computes.
         """
-        parts, updater = self._parts, self._parts.updater
-        passes = ForwardBackward(parts, self._factor, sums_of=self._sums)
-        passes.begin(self._microbatch.step)
-        with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
-            total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
-            if not total.requires_grad:
-                raise no_gradient(1.0)
-            passes.add(self._microbatch, total, weight, last=True)
-        parts.buffers.restore()
-        queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])
-        good, norm = updater.prepare(queued, (queued.failures == 0).all() & ~self._masked, self.shape.scale)
-        rates = self._numbers[NUM_SUMS:].float().unbind() if parts.job.schedule is not None else None
-        updater.stepper.capture_step(good, rates)
+        parts, flags = self._parts, Flags()
+        narrow = self._others.float()
+        passes = ForwardBackward(parts, narrow[0])
+        try:
+            passes.begin(self._microbatches[0].step)
+            for place, (microbatch, leaves) in enumerate(zip(self._microbatches, self._leaves, strict=True)):
+                spec, passes.sums_of = self.shape.microbatches[place][0], functools.partial(self._sums, place)
+                with parts.precision.products(), self._draws[place] if self._draws else contextlib.nullcontext():
+                    total, weight = parts.computer.loss(tree_unflatten(leaves, spec))
+                    if not total.requires_grad:
+                        raise no_gradient(1.0)
+                    passes.add(microbatch, total, weight, last=place == len(self._leaves) - 1)
+                parts.buffers.restore()
+        except Exception as error:
+            if parts.mesh.world_size == 1 or is_lost_peer(error):
+                raise
+            self._error, flags = error, Flags(errors=1)  # the other ranks wait for this rank's sums
+        queued = passes.queue(flags, NO_ROW)
+        rates = narrow[1:].unbind() if parts.job.schedule is not None else None
+        step = functools.partial(parts.updater.stepper.queue_step, rates=rates, captures=True)
+        good, norm = parts.updater.queue(queued, ~self._masked, self._others[0], step)
         parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), good)
         return queued.packed(good, norm), ~good, queued.sums, queued.failures
 
-    def _sums(self, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+    def _sums(self, place: int, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
         """Return the terms that `microbatch_sums` returns, from the numbers that were filled in."""
-        sums = torch.cat([self._numbers[:NUM_SUMS], buffers])
+        sums = torch.cat([self._known[place], buffers])
         sums[TOTAL].copy_(total)
         if isinstance(weight, Tensor):
             sums[WEIGHT].copy_(weight.detach())
@@ -194,7 +250,7 @@ class StepGraph:
 class CapturedStep:
     """Graph of a run's steps, which may be constructed and dropped before any step.
 
-    `why_not`: why no step is captured, or None. `note`, if given, receives the same reason once.
+    `why_not`: why no step is captured, or None; the same ranks have a reason. `note`, if given, receives it once.
     """
 
     why_not: str | None = None
@@ -206,23 +262,31 @@ class CapturedStep:
         self._graph: StepGraph | None = None
         self._modules = list(parts.model.modules())
         self._num_others = self._num_captures = self._num_slow = 0
+        self.read_at_once()
 
-    def read_at_once(self, *, is_slow: bool = False) -> None:
-        """Record a step that is read before the next one is queued. Give up the graph if the reason is permanent."""
+    def read_at_once(self, *, is_slow: bool = False, never: bool = False) -> None:
+        """Give up the graph if each step is read before the next one is queued, for a reason that does not pass.
+
+        `is_slow`: the last step took long. `never`: no step of this run is queued, whatever the reason.
+        """
         parts, optimizer = self._parts, self._parts.updater.optimizer
         if is_slow:
             self._num_slow += 1
             if self._num_slow >= _MOST_SLOW and not self._num_captures:
                 self._refuse("steps take so long that each is read before the next one")
-        elif parts.observer.looks:
-            if parts.observer.always_looks:
-                self._refuse("each step is looked at")
+        elif parts.observer.always_looks:
+            self._refuse("each step is looked at")
+        elif parts.clock.is_listened_to:
+            self._refuse("its steps are traced")
         elif parts.callbacks.always_at_once:
-            self._refuse("a callback wants each step before the next one begins")
+            self._refuse("a callback wants each step before the next one begins: give it `at_once`")
         elif not maskable(optimizer):
-            kernels = "no kernels of torch's that a number on the device masks"
-            self._refuse(f"{type(optimizer).__name__} has {kernels}, for these parameters and settings")
-        else:
+            kernels = "no kernels of torch's that a number on the device masks, for these parameters and settings"
+            write = "write torch.optim.SGD, Adam or AdamW with their default kernels, and float32 parameters"
+            self._refuse(f"{type(optimizer).__name__} has {kernels}: {write}")
+        elif parts.sharded_model.hooks.by_name:
+            self._refuse(f"Python calls the hook on the gradient of {next(iter(parts.sharded_model.hooks.by_name))}")
+        elif never or not (parts.strategy.queues and parts.loader.looks_ahead):
             self._refuse("steps of this job are read before the next one is queued")
 
     @property
@@ -230,106 +294,129 @@ class CapturedStep:
         """True if a step is captured, so that steps of its shape are replayed."""
         return self._graph is not None
 
+    @property
+    def fits(self) -> bool:
+        """True unless other code has replaced tensors of the graph."""
+        return self._graph is None or self._graph.fits()
+
     def drop(self) -> None:
         """Free the graph. Call it before the process group ends; a later step may be captured again."""
         if self._graph is not None:
             self._graph.close()
         self._graph = None
 
-    def begin(self) -> None:
-        """Prepare for queued steps: drop the graph if other code has replaced its tensors."""
-        if self._graph is not None and not self._graph.fits():
-            self.drop()
-
-    def queue(
-        self, fetched: FetchedStep, scale: LossScale, progress: Progress, masked: Tensor | None
-    ) -> LaunchedStep | None:
+    def queue(self, fetched: FetchedStep, scale: LossScale, masked: Tensor | None) -> LaunchedStep | None:
         """Replay a step and fetch the next step's samples. Return None if the step must be queued without the graph.
 
-        `masked`: bool [], whether the previous step masks this step. Raises: UserCodeError from the schedule.
+        `masked`: bool [], whether the previous step masks this step.
+        Collective: all ranks, an all-gather of a number: all ranks replay the step, or none.
         """
-        data, first = fetched.data, fetched.first
-        if self.why_not is not None or fetched.error is not None or data is None or first is None:
+        if self.why_not is not None:
             return None
-        parts, microbatch = self._parts, first.microbatch
-        if data.num_microbatches != 1:
-            self._refuse(f"a step is {data.num_microbatches} microbatches")
-            return None
-        rate = parts.updater.stepper.set_rates(progress)  # a schedule may also change what the graph fixes
-        parts.clock.mark("host_to_device")
-        leaves, spec = tree_flatten(first.batch())
-        optimizer = parts.updater.optimizer
-        inputs = ("params", "initial_lr") if parts.job.schedule is None else ("params", "initial_lr", "lr")
-        settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in inputs]
-        settings += [("training", module.training) for module in self._modules]
-        settings += [("requires_grad", parameter.requires_grad) for parameter in parts.model.parameters()]
-        shape = StepShape(
-            spec,
-            tuple([(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
-            microbatch.grains,
-            parts.computer.computation,
-            scale,
-            tuple(settings),
-        )
-        if self._graph is not None and self._graph.shape == shape:
+        parts, data = self._parts, fetched.data
+        loaded = list[LoadedMicrobatch]()
+        try:
+            for one in fetched.microbatches(parts.computer.precision.inputs) if fetched.error is None else ():
+                if loaded:  # a plain copy would wait for the previous step
+                    one.batch = self._runner.transfer.start(one.microbatch.batch)
+                loaded.append(one)
+        except Exception as error:
+            fetched.error = as_shoal_error(error)
+        shape = self._shape([one.microbatch for one in loaded])
+        if self._graph is not None:
+            fits = self._graph.shape == shape
+        else:
+            fits = sum(grain.size for grain in parts.order.grains(fetched.step)) == parts.job.global_batch
+        if parts.mesh.all_gather([float(fits and bool(loaded) and fetched.error is None)]).all():
             self._num_others = 0
-        elif self._graph is None and microbatch.num_samples == parts.job.global_batch:
-            self._graph = self._captured(shape, microbatch, leaves)
+            if self._graph is None:
+                self._graph = self._captured(shape, loaded, scale)
         else:
             self._num_others += 1
             if self._num_others >= _MOST_OTHERS:
                 self._refuse(f"{_MOST_OTHERS} steps in a row were of other shapes or settings than the captured one")
-            return None
-        graph = self._graph
+            fits = False
+        graph = self._graph if fits else None
         if graph is None:
+            if loaded and data is not None:
+                following = iter([one.microbatch for one in loaded[1:]])
+                fetched.first, fetched.data = loaded[0], replace(data, microbatches=following)
             return None
-        fetched.first = None  # otherwise its batch stays in memory until the step's end
-        graph.fill(microbatch, leaves, masked if masked is not None else False)
-        del leaves
+        parts.clock.mark("host_to_device")
+        graph.fill(loaded, scale, masked if masked is not None else False)
+        seen = [one.microbatch.without_batch() for one in loaded]
+        loaded.clear()
         parts.clock.mark("other")
         parts.updater.num_begun += 1
         graph.replay()
         numbers, masks_next, sums = graph.outputs
-        following = self._runner.fetch(fetched.step + 1)
+        following_step = self._runner.fetch(fetched.step + 1)
         passes = ForwardBackward(parts, scale.factor(parts.job.global_batch))
-        step = UnreadStep(passes, [microbatch.without_batch()], following, None, None, sums=sums)
-        return LaunchedStep(step, rate, masks_next, numbers)
+        step = UnreadStep(passes, seen, following_step, None, None, sums=sums)
+        return LaunchedStep(step, masks_next, numbers)
 
-    def _captured(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
+    def _shape(self, microbatches: Sequence[Microbatch]) -> StepShape:
+        """Return the shape of a step with these microbatches and the current settings."""
+        parts = self._parts
+        inputs = ("params", "initial_lr") if parts.job.schedule is None else ("params", "initial_lr", "lr")
+        groups = parts.updater.optimizer.param_groups
+        settings = [(name, value) for g in groups for name, value in g.items() if name not in inputs]
+        settings += [("training", module.training) for module in self._modules]
+        settings += [("requires_grad", parameter.requires_grad) for parameter in parts.model.parameters()]
+        structures = []
+        for one in microbatches:
+            leaves, spec = tree_flatten(one.batch)
+            kinds = [(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            structures.append((spec, tuple(kinds), one.grains))
+        return StepShape(tuple(structures), parts.computer.computation, tuple(settings))
+
+    def _captured(self, shape: StepShape, loaded: Sequence[LoadedMicrobatch], scale: LossScale) -> StepGraph | None:
+        """Capture a step, or refuse with the reason. Collective: as `StepGraph.capture`."""
+        parts, step = self._parts, loaded[0].microbatch.step
         self._num_captures += 1
         try:
             if self._num_captures > _MOST_CAPTURES:
                 raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
-            odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)), None)
+            leaves = [leaf for _, leaves, _ in shape.microbatches for leaf in leaves]
+            odd = next((leaf for leaf in leaves if not isinstance(leaf, tuple | int | float | str | None)), None)
             if odd is not None:
-                raise NotCapturableError(f"a batch has a {type(odd).__name__} in it")
-            if shape.policy.by_position and self._parts.mesh.device.type == "cpu":
+                raise NotCapturableError(f"a batch has a {type(odd).__name__} in it: use tensors and numbers")
+            if shape.policy.randomness == "opaque":
+                raise NotCapturableError("the model draws at random in ways that cannot be told apart by grain")
+            if shape.policy.by_position and parts.mesh.device.type == "cpu":
                 raise NotCapturableError("it draws random numbers on the host")
-            if self._parts.clock.is_listened_to:
-                raise NotCapturableError("its steps are traced")
-            graph = StepGraph(self._parts, shape, microbatch, leaves)
-            with self._parts.clock.paused(), unchanged(self._parts):
-                graph.capture(self._recorder, lambda: graph.fill(microbatch, leaves, True))
+            graph = StepGraph(parts, shape, loaded)
+            with parts.clock.paused(), unchanged(parts):
+                graph.capture(self._recorder, lambda: graph.fill(loaded, scale, True))
         except Exception as error:  # an error of the model recurs in the ordinary step, which reports it
             if is_out_of_memory(error):
                 torch.cuda.empty_cache()
-            link: BaseException | None = error
-            while link is not None and not isinstance(link, NotCapturableError):
-                link = link.__cause__ or link.__context__
-            first_line = (text_of(error).strip().splitlines() or [""])[0][:200]
-            self._refuse(str(link) if link is not None else f"{type(error).__name__}: {first_line}")
-            del link  # else its traceback keeps this frame, and the frames of the forward, with their tensors
-        else:
-            if self._num_captures == 1 and self._note is not None:
-                self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")
-            return graph
-        return None
+            self._refuse(reason_of(error, parts.model))
+            return None
+        if self._num_captures == 1 and self._note is not None:
+            self._note(f"execution.cuda_graph: steps are replayed from step {step + 1} on")
+        return graph
 
     def _refuse(self, reason: str) -> None:
         if self.why_not is None and self._note is not None:
             self._note(f"execution.cuda_graph: no graph, and steps are queued one operation after the other: {reason}")
         self.why_not = self.why_not or reason
         self.drop()
+
+
+def reason_of(error: BaseException, model: nn.Module) -> str:
+    """Return why a step cannot be captured, on one line, with the module whose code has raised and its line."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, NotCapturableError):
+        link = link.__cause__ or link.__context__
+    first_line = (text_of(error).strip().splitlines() or [""])[0][:200]
+    reason, place = str(link) if link is not None else f"{type(error).__name__}: {first_line}", ""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    for frame, line in traceback.walk_tb((link or error).__traceback__):
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None and Path(frame.f_code.co_filename) != Path(nn.modules.module.__file__):
+            place = f" (in {name}, {Path(frame.f_code.co_filename).name}:{line})"
+    return reason + place
 
 
 @contextlib.contextmanager
@@ -349,10 +436,10 @@ def unchanged(parts: TrainingParts) -> Iterator[None]:
 
 
 def lasting_tensors(parts: TrainingParts) -> list[Tensor]:
-    """Return the tensors that outlive a step: parameters, buffers and the optimizer's state."""
+    """Return the tensors that outlive a step: parameters, buffers, the optimizer's state and gradient buckets."""
     states = parts.updater.optimizer.state.values()
     state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
-    return [*parts.model.parameters(), *parts.model.buffers(), *state]
+    return [*parts.model.parameters(), *parts.model.buffers(), *state, *parts.strategy.gradient_memory()[0]]
 
 
 # ---------------------------------------------------------------------------------------------------- device graphs
@@ -374,36 +461,43 @@ class Recording:
 class CaptureRules(TorchDispatchMode):
     """Context that refuses operations which a replay cannot repeat: reads, values of the host, unseeded draws.
 
-    `draws`: the scope that seeds random operations before each replay. Backwards in a device's thread are checked too.
+    `draws`: the scopes that seed random operations before each replay. Backwards in a device's thread are checked too.
     """
 
-    def __init__(self, draws: CapturedScope) -> None:
+    def __init__(self, draws: Sequence[CapturedScope]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            raise NotCapturableError("it reads a number off the device, as item(), float() and bool() do")
+            raise NotCapturableError(
+                "it reads a number off the device, as item(), float() and bool() do: use torch.where, or a mask"
+            )
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-            raise NotCapturableError(f"shapes depend on values: {func.overloadpacket}")
+            raise NotCapturableError(f"shapes depend on values: {func.overloadpacket}; use a mask")
         if torch.Tag.nondeterministic_seeded in func.tags and not self._is_repeated(func, args, kwargs):
             raise NotCapturableError(f"it draws random numbers that are no grain's: {func.overloadpacket}")
         result = func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.lift_fresh and not result.is_cpu:  # torch.tensor(..., device=...)
-            raise NotCapturableError("it makes tensors of the device from numbers of the host")
+            raise NotCapturableError(
+                "it makes tensors of the device from numbers of the host: make them once, as buffers"
+            )
         devices = {t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
         if len(devices) > 1:
-            raise NotCapturableError(f"it brings values of the host to the device, or back: {func.overloadpacket}")
+            raise NotCapturableError(
+                f"it brings values of the host to the device, or back: {func.overloadpacket}; use buffers"
+            )
         return result
 
     def _is_repeated(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return True if a random operation draws nothing, or draws from a generator seeded before each replay."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("dropout_p") == 0.0 or self._draws.drawing is not None:
+        if named.get("dropout_p") == 0.0 or any(draws.drawing is not None for draws in self._draws):
             return True
         own = named.get("generator")  # may be another Python object for one of the scope's generators
-        return own is not None and own.initial_seed() in {g.initial_seed() for g in self._draws.all_generators}
+        seeds = {generator.initial_seed() for draws in self._draws for generator in draws.all_generators}
+        return own is not None and own.initial_seed() in seeds
 
 
 class Recorder(ABC):
@@ -414,7 +508,7 @@ class Recorder(ABC):
         """Call a function without a capture, under `rules`, to finish work that only a first call does."""
 
     @abstractmethod
-    def record(self, body: Body, draws: CapturedScope) -> Recording:
+    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
         """Capture a warmed-up function. Its outputs have values only after a replay. Raises: errors of the body."""
 
 
@@ -423,6 +517,10 @@ class CudaRecorder(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        # Gradient nodes that hooks keep since eager steps belong to the default stream, which torch 2.13 can override.
+        override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+        if override is not None:
+            override(True)
 
     def warm_up(self, body: Body, rules: contextlib.AbstractContextManager[Any]) -> tuple[Tensor, ...]:
         now = torch.cuda.current_stream(self._device)
@@ -432,9 +530,9 @@ class CudaRecorder(Recorder):
         now.wait_stream(self._stream)
         return outputs
 
-    def record(self, body: Body, draws: CapturedScope) -> Recording:
+    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        for generator in draws.all_generators:
+        for generator in (generator for own in draws for generator in own.all_generators):
             graph.register_generator_state(generator)
         # torch registers the device's global generator with every capture, and releases it only after a successful one.
         own = torch.cuda.default_generators[self._device.index or 0]

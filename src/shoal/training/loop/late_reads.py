@@ -109,9 +109,10 @@ class LateReads:
     def apply(self, state: RunState, agreement: Agreement) -> bool:
         """Return True if the next step may be queued, and the step after it before its read. Collective: all ranks."""
         step = state.step
-        if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
+        never = not self._possible or self._tries >= _MOST_TRIES
+        if never or self._parts.observer.looks:
             if self._captured is not None:
-                self._captured.read_at_once()
+                self._captured.read_at_once(never=never)
             return False
         if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
             return False
@@ -121,14 +122,15 @@ class LateReads:
                 self._captured.read_at_once(is_slow=self._is_slow)
             return False
         # A callback's at_once may return different values, or raise, on different ranks: any rank's value counts.
-        own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
-        ready, num_late = self._mesh.all_gather(own).min(axis=0).tolist()
+        fits = self._captured is None or self._captured.fits
+        own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD), float(fits)]
+        ready, num_late, fits = self._mesh.all_gather(own).min(axis=0).tolist()
         self._tries = 0 if ready else self._tries + 1
         self._last = step + 1 + num_late
         if not (ready and num_late):
             return False
-        if self._captured is not None:
-            self._captured.begin()
+        if self._captured is not None and not fits:
+            self._captured.drop()
         self._reported = -1  # the steps before may have been rolled back
         return True
 
@@ -169,18 +171,20 @@ class LateReads:
             samples = before.samples + sum(grain.size for grain in parts.order.grains(before.fetched.step))
         measured = state.step if state.step > self._reported else None
         self._reported = state.step
-        progress = Progress(fetched.step, parts.order.num_steps, samples)
-        launched = self._captured.queue(fetched, scale, progress, masked) if self._captured is not None else None
+        # A schedule may also change what a graph fixes.
+        rate = parts.updater.stepper.set_rates(Progress(fetched.step, parts.order.num_steps, samples))
+        launched = self._captured.queue(fetched, scale, masked) if self._captured is not None else None
         if launched is None:
-            step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
+            factor = scale.factor(parts.job.global_batch)
+            step = self._runner.queue(fetched, factor, row)
             sums = step.sums
             parts.clock.mark("optimizer")
-            fine = (sums.failures == 0).all()
-            update = parts.updater.queue(sums, fine if masked is None else fine & ~masked, scale, progress)
-            good = update.good
+            parts.updater.num_begun += 1
+            fine = None if masked is None else ~masked
+            good, norm = parts.updater.queue(sums, fine, factor, parts.updater.stepper.queue_step)
             parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
             masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
-            launched = LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
+            launched = LaunchedStep(step, masks_next, sums.packed(good, norm))
         else:
             row(launched.step.following)
         step = launched.step
@@ -197,7 +201,7 @@ class LateReads:
             fetched,
             scale=scale,
             samples=samples,
-            rate=launched.rate,
+            rate=rate,
             num_updates=parts.updater.num_begun,
             masks_next=launched.masks_next,
             reading=reading,

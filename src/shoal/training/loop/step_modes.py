@@ -224,5 +224,4 @@ class StepModes:
                 self._late.capture()
             else:
                 self._late.close()
-            parts.updater.stepper.rounds_rates = mode.cuda_graph
         self._mode = mode

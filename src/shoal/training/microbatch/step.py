@@ -378,18 +378,18 @@ class ForwardBackward:
 
     Args:
         parts: the parts of the step.
-        factor: multiplier of the loss totals before the backward.
+        factor: multiplier of the loss totals before the backward; a captured step has a float32 [] on the device.
         draws: a watch over the random draws of all steps.
         sums_of: returns a microbatch's terms of the step's sums from total, weight and buffers, in place of `terms`.
         with_gradient: returns the total of a step's backward, in place of one that may have no gradient.
     """
 
     parts: StepParts
-    factor: float
+    factor: float | Tensor
     draws: DrawWatch | None = None
     sums_of: Callable[[Tensor, Tensor | float, Tensor], Tensor] | None = None
     with_gradient: Callable[[int, Tensor], Tensor] | None = None
-    scale: float = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
+    scale: float | Tensor = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
     is_observed: bool = False  # whether the observer looks at this step
 
     def begin(self, step: int) -> None:
@@ -581,7 +581,7 @@ class StepRunner:
 
     def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
         self._parts, self._loader = parts, loader
-        self._transfer = Transfer(parts.mesh.device, self._on_device)
+        self.transfer = Transfer(parts.mesh.device, self._on_device)
         self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
@@ -600,7 +600,7 @@ class StepRunner:
         """Send a step's first microbatch to the device again, after a change of the memory format."""
         if fetched.first is not None:
             first = fetched.first.microbatch
-            fetched.first = LoadedMicrobatch(first, self._transfer.start(first.batch))
+            fetched.first = LoadedMicrobatch(first, self.transfer.start(first.batch))
 
     def draws_may_follow(self) -> None:
         """Record that user code, which may draw random numbers, runs before the next step."""
@@ -615,7 +615,7 @@ class StepRunner:
             if data is None or not data.num_microbatches:
                 return FetchedStep(step, data)
             first = next(data.microbatches)
-            return FetchedStep(step, data, LoadedMicrobatch(first, self._transfer.start(first.batch)))
+            return FetchedStep(step, data, LoadedMicrobatch(first, self.transfer.start(first.batch)))
         except Exception as error:
             return FetchedStep(step, error=as_shoal_error(error))
 

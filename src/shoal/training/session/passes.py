@@ -265,9 +265,10 @@ class BatchPasses:
         policy = replace(policy, randomness="scoped" if base.training.fuse else "opaque", by_position=by_position)
         computer = LoopComputer(job, self._root, base.precision, policy)
         parts = self._parts(strategy=self._way.strategy, computer=computer)
-        self._passes = ForwardBackward(parts, loss_scale.factor(base.job.global_batch))
+        factor = loss_scale.factor(base.job.global_batch)
+        self._passes = ForwardBackward(parts, factor)
         self._passes.begin(step)
-        self._observer.begin(self._count, self._passes.factor)
+        self._observer.begin(self._count, factor)
         self._states.begin(step)
 
     def _replay(self) -> None:

@@ -42,7 +42,7 @@ from shoal.runs.directory import Fence
 from shoal.runs.options import InitialWeights
 from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.loop.captured_step import refuse_uncapturable
+from shoal.training.loop.captured_step import RECORDERS, refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.step_modes import RunTrial
 from shoal.training.loop.trainer import Trainer, TrainingParts
@@ -258,7 +258,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, check_states)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     observer = StepMeter() if options.meters else options.observer
-    stepper = Stepper(optimizer, job, exact=exact, captured=plan.execution.cuda_graph)
+    stepper = Stepper(optimizer, job, exact=exact, narrow=mesh.device.type in RECORDERS and not exact)
     updater = Updater(optimizer, job, observer, strategy, sharded_model, stepper=stepper)
     order = order_of(data, job, job.length, job.shuffle is not False)
     buffers = StepBuffers(

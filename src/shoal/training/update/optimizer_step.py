@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -374,31 +374,18 @@ class Update:
     skipped: str | None
 
 
-@dataclass(frozen=True)
-class QueuedUpdate:
-    """An update with kernels that are queued on the device.
-
-    `good`: bool [] on the device, True if the update changes the parameters. `norm`: float64 [], the norm of the summed
-    gradients from the strategy's `queued_norm`.
-    """
-
-    learning_rate: float
-    good: Tensor
-    norm: Tensor
-
-
 class Stepper:
     """Optimizer that steps with the learning rates of the job's schedule.
 
-    `exact`: use the kernels of the optimizer's own defaults. `captured`: round scheduled rates to float32, the dtype of
-    a captured step (decision 0057).
+    `exact`: use the kernels of the optimizer's own defaults. `narrow`: round scheduled rates to float32, the dtype of
+    a captured step, so that all steps are equal whether they are captured or not (decision 0057).
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False, captured: bool = False
+        self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False, narrow: bool = False
     ) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
-        self.rounds_rates = captured  # scheduled rates, to float32
+        self._narrow = narrow and job.schedule is not None
         self._parts = tuple(parts(optimizer).values())
         rates = rated(self._parts)
         self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
@@ -465,7 +452,7 @@ class Stepper:
             rate = (self._rates[0] if self._rates else 1.0) * multiplier
             if groups and OWN_RATE in groups[0]:
                 rate = float(groups[0]["lr"])
-        if not (self.rounds_rates and self._job.schedule is not None):
+        if not self._narrow:
             return rate
         for group in self._optimizer.param_groups:
             if not isinstance(group["lr"], Tensor):
@@ -544,26 +531,19 @@ class Stepper:
         """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
         seed_everything(random_key(self._job.seed, "optimizer", step))
 
-    def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
-        """Step the optimizer within a graph capture, masked by `good`: bool [].
-
-        `rates`: learning rates on the device, or None if they are constant.
-        """
-        with captured(self._optimizer, good, rates):
-            step_optimizer(self._optimizer)
-
     @property
     def queues(self) -> bool:
         """True if `queue_step` supports the parameters that have gradients now."""
         return not self._exact and maskable(self._optimizer)
 
-    def queue_step(self, good: Tensor) -> None:
+    def queue_step(self, good: Tensor, rates: Sequence[Tensor] | None = None, *, captures: bool = False) -> None:
         """Queue an optimizer step that changes nothing if `good`, bool [] on the device, is False.
 
+        `captures`: within a graph capture, with the learning rates `rates` on the device; None if they are constant.
         Raises: UserCodeError.
         """
         try:
-            with masked(self._optimizer, good):
+            with captured(self._optimizer, good, rates) if captures else masked(self._optimizer, good):
                 step_optimizer(self._optimizer)
         except Exception as error:
             raise step_error(self._optimizer, error) from error
@@ -674,36 +654,39 @@ class Updater:
         """True if `queue` supports the parameters that have gradients on this rank now."""
         return self._judged and self.stepper.queues and not self._hooks.by_name
 
-    def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
+    def queue(
+        self, sums: QueuedSums, fine: Tensor | None, factor: float | Tensor, step: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
         """Queue the work of `step` on the device without a wait.
 
-        The update changes nothing if `fine` is False, or if `step` would skip the update or compute the norm again.
+        Args:
+            sums: the step's sums.
+            fine: bool [], or None for True; False suppresses the update.
+            factor: of the loss totals.
+            step: queues the optimizer's step, which changes nothing if its argument, bool [], is False.
+
+        Returns: `good`, bool []: the update changes the parameters, that is, `fine` is True, no rank has failed, and
+        `step` would neither skip the update nor compute the norm again; and the division's `queued_norm`.
         Collective: as `queued_norm` and `update` of the division.
         """
-        rate = self.stepper.set_rates(progress)
-        good, norm = self.prepare(sums, fine, loss_scale)
-        self.num_begun += 1
-        self._division.update(lambda: self.stepper.queue_step(good), queued=True)
-        return QueuedUpdate(rate, good, norm)
-
-    def prepare(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
-        """Queue the work of `queue` before the optimizer's step; return whether the update is good, and the norm."""
         gradients, counted = self._gradients()
         summed_norm = self._division.queued_norm(norm_tensor(counted))
         weight = sums.sums[WEIGHT]
-        scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
+        scale = (weight * factor).reciprocal()
         norm = rounded_tensor(summed_norm) * scale.abs()
         finite = torch.stack((sums.sums[TOTAL] / weight, scale, norm)).isfinite().all()
-        good = fine & finite & (weight > 0) & is_settled(summed_norm)
+        good = (sums.failures == 0).all() & finite & (weight > 0) & is_settled(summed_norm)
+        good = good if fine is None else good & fine
         if self._job.clip_norm is not None:
             scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         clip_values(gradients, self._job.clip_value)
+        self._division.update(lambda: step(good), queued=True)
         return good, summed_norm
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
-        """Return the result of a good queued update. `norm`: as in QueuedUpdate."""
+        """Return the result of a good queued update. `norm`: the division's `queued_norm`."""
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 

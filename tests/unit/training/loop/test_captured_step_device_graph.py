@@ -39,14 +39,14 @@ def scope() -> CapturedScope:
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_a_replay_would_not_repeat_is_refused(name: str) -> None:
     call, reason = FORBIDDEN[name]
-    with pytest.raises(NotCapturableError, match=reason), CaptureRules(scope()):
+    with pytest.raises(NotCapturableError, match=reason), CaptureRules([scope()]):
         call()
 
 
 def test_what_it_repeats_is_not() -> None:
     """Backwards, grains' draws, and attention that drops nothing."""
     draws, weight = scope(), torch.randn(3, 3, requires_grad=True)
-    with CaptureRules(draws), draws:
+    with CaptureRules([draws]), draws:
         found: Tensor = F.dropout(F.alpha_dropout(X @ weight, 0.5, training=True), 0.5)
         found = F.scaled_dot_product_attention(found[None], found[None], found[None])
         found.sum().backward()
