@@ -118,7 +118,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ranks_replay_what_they_would_have_queued(layout: dict[str, Any]) -> None:
-    """The ranks' sums and exchanges are in the graph, which a recorder on the host repeats: all ranks replay, or none."""
+    """Sums and exchanges of ranks are in the graph, which a recorder on the host repeats: all ranks replay, or none."""
     names = ("clipped", "not finite", STOPPED, UNREADABLE, SHORT, REFUSED)
     ranks = courses({**layout, "captures": True}, "optimizer", names)
     for found in ranks:
