@@ -149,7 +149,7 @@ class StepGraph:
                 fill()
                 before = all_generators()
                 # Under a dispatch mode torch.compile compiles nothing: then the capture itself has to find what fails.
-                is_free = first or self._parts.computer.compiles
+                is_free = first or self._parts.computer.regions.names and self._parts.computer.regions.enabled
                 results = recorder.warm_up(
                     self.body, contextlib.nullcontext() if is_free else CaptureRules(self._draws)
                 )
@@ -361,6 +361,7 @@ class CapturedStep:
         inputs = ("params", "initial_lr") if parts.job.schedule is None else ("params", "initial_lr", "lr")
         groups = parts.updater.optimizer.param_groups
         settings = [(name, value) for g in groups for name, value in g.items() if name not in inputs]
+        settings += [("compiled", parts.computer.regions.enabled)]
         settings += [("training", module.training) for module in self._modules]
         settings += [("requires_grad", parameter.requires_grad) for parameter in parts.model.parameters()]
         structures = []
