@@ -149,7 +149,7 @@ class StepGraph:
                 fill()
                 before = all_generators()
                 # Under a dispatch mode torch.compile compiles nothing: then the capture itself has to find what fails.
-                is_free = first or self._parts.computer.regions.names and self._parts.computer.regions.enabled
+                is_free = first or (self._parts.computer.regions.names and self._parts.computer.regions.enabled)
                 results = recorder.warm_up(
                     self.body, contextlib.nullcontext() if is_free else CaptureRules(self._draws)
                 )
