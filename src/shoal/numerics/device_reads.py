@@ -26,6 +26,18 @@ def send(values: Tensor, into: Tensor) -> None:
     into.copy_(values.pin_memory() if into.is_cuda and values.is_cpu else values, non_blocking=True)
 
 
+class Constants(dict[tuple[int, ...], Tensor]):
+    """Small integers on a device by value. They stay there, so that steady and captured steps send none."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, key: tuple[int, ...]) -> Tensor:
+        self[key] = found = sent(torch.tensor(key), self._device)
+        return found
+
+
 class LateNumbers:
     """Numbers on their way from a device to pinned host memory, behind all work that was queued before."""
 

@@ -111,7 +111,7 @@ class GradientBuckets:
         self._usual: list[bool] = []
         self._used: list[bool] = []  # the same in this step: on this rank, and on any rank after `finish`
         self._gradients: list[Tensor | None] = []  # without buckets
-        self._constants: dict[tuple[int, ...], Tensor] = {}
+        self._constants = device_reads.Constants(device)
         self._armed = False
         self._open = False  # between begin and finish; outside, another strategy may use the same parameters
         self._launched = 0
@@ -243,7 +243,7 @@ class GradientBuckets:
             return device_reads.sent(status, device), extras
         tail = tail.float()
         used_there = tail[_NUM_FLAGS : self._num_status] > 0
-        odd_there = (used_there != self._there(self._usual, device)).sum().float().reshape(1)
+        odd_there = (used_there != self._constants[tuple(self._usual)]).sum().float().reshape(1)
         return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
 
     def _send(self, flags: Flags, extras: Tensor) -> Tensor | None:
@@ -279,7 +279,7 @@ class GradientBuckets:
                 self._collective.release(before.flat)
             self._buckets[-1] = last
         tail = last.flat[-self._num_status - extras.numel() :]
-        tail[: self._num_status] = self._there([flags.errors, flags.redo, *self._used], tail.device)
+        tail[: self._num_status] = self._constants[flags.errors, flags.redo, *self._used]
         tail[self._num_status :] = extras
         while self._launched < len(self._buckets):
             self._launch()
@@ -287,13 +287,6 @@ class GradientBuckets:
             if bucket.work is not None:
                 bucket.work.wait()
         return last.summed[-len(tail) :]
-
-    def _there(self, numbers: Sequence[int], device: torch.device) -> Tensor:
-        """Return small numbers on the device, which stay there: steady steps and captured ones send none."""
-        key = tuple(numbers)
-        if key not in self._constants:
-            self._constants[key] = device_reads.sent(torch.tensor(key), device)
-        return self._constants[key]
 
     def _give(self, used: Sequence[bool]) -> None:
         """Give each used parameter its gradient. Missing ones become zeros: that step will not be applied."""
