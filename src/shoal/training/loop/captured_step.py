@@ -219,7 +219,10 @@ class StepGraph:
             passes.begin(self._microbatches[0].step)
             for place, (microbatch, leaves) in enumerate(zip(self._microbatches, self._leaves, strict=True)):
                 spec, passes.sums_of = self.shape.microbatches[place][0], functools.partial(self._sums, place)
-                with parts.computer.precision.products(), self._draws[place] if self._draws else contextlib.nullcontext():
+                with (
+                    parts.computer.precision.products(),
+                    self._draws[place] if self._draws else contextlib.nullcontext(),
+                ):
                     total, weight = parts.computer.loss(tree_unflatten(leaves, spec))
                     if not total.requires_grad:
                         raise no_gradient(1.0)
