@@ -34,8 +34,8 @@ class Constants(dict[tuple[int, ...], Tensor]):
         self._device = device
 
     def __missing__(self, key: tuple[int, ...]) -> Tensor:
-        self[key] = found = sent(torch.tensor(key), self._device)
-        return found
+        self[key] = constant = sent(torch.tensor(key), self._device)
+        return constant
 
 
 class LateNumbers:
