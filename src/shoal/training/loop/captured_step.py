@@ -277,6 +277,8 @@ class CapturedStep:
             self._num_slow += 1
             if self._num_slow >= _MOST_SLOW and not self._num_captures:
                 self._refuse("steps take so long that each is read before the next one")
+        elif parts.mesh.through_host:
+            self._refuse("ranks that share a GPU exchange tensors through the host")
         elif parts.observer.always_looks:
             self._refuse("each step is looked at")
         elif parts.clock.is_listened_to:

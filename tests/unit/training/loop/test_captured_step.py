@@ -10,6 +10,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.distributed.mesh import alone
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import RunControl
@@ -318,6 +320,14 @@ def test_what_cannot_be_captured_falls_back_with_the_reason(name: str) -> None:
     assert counted["record"] == counted["replay"] == 0
     (told,) = said_of_graph(captured)
     assert reason in told, told
+
+
+def test_ranks_that_share_a_gpu_have_no_graph() -> None:
+    shares = replace(alone(torch.device("cpu")), through_host=True)
+    with waiting(late=True), replaying() as counted:
+        captured = trained(job(length=shoal.Steps(12)), PLAN, shares)
+    assert not counted
+    assert "exchange tensors through the host" in said_of_graph(captured)[0]
 
 
 class Asks(shoal.Callback):
