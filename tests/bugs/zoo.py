@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -195,9 +195,9 @@ def mask_by_place(patch: pytest.MonkeyPatch) -> None:
     """Dropout keyed by the place in the microbatch: every rank draws the same masks."""
     original = grain_randomness.GrainScope.__init__
 
-    def init(self: Any, seed: int, step: int, grains: Any, **named: Any) -> None:
-        original(self, seed, step, grains, **named)
-        self._indices = list(range(len(grains)))
+    def init(self: Any, seed: int, step: int, grains: Any, *names: Any, **named: Any) -> None:
+        first = grains[0].start
+        original(self, seed, step, [replace(grain, start=grain.start - first) for grain in grains], *names, **named)
 
     patch.setattr(grain_randomness.GrainScope, "__init__", init)
 
@@ -205,8 +205,8 @@ def mask_by_place(patch: pytest.MonkeyPatch) -> None:
 def mask_by_rank(patch: pytest.MonkeyPatch) -> None:
     original = grain_randomness.GrainScope.__init__
 
-    def init(self: Any, seed: int, step: int, grains: Any, **named: Any) -> None:
-        original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains, **named)
+    def init(self: Any, seed: int, step: int, grains: Any, *names: Any, **named: Any) -> None:
+        original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains, *names, **named)
 
     patch.setattr(grain_randomness.GrainScope, "__init__", init)
 
@@ -292,11 +292,11 @@ def statistics_of_the_microbatch(patch: pytest.MonkeyPatch) -> None:
     def whole(scope: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if is_look():  # where the engine learns how the model computes
             return original(scope, func, args, kwargs)
-        sizes, scope._sizes = scope._sizes, [scope._rows]
+        sizes, scope.sizes = scope.sizes, (scope._rows,)
         try:
             return original(scope, func, args, kwargs)
         finally:
-            scope._sizes = sizes
+            scope.sizes = sizes
 
     patch.setitem(grain_randomness._HANDLERS, F.batch_norm, whole)
 

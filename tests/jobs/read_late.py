@@ -36,7 +36,7 @@ STEPS, STEADY = 8, 3
 PACKAGE = str(Path(shoal.__file__).parent) + os.sep
 # What is on the host whatever the device: states of torch's own generator and what it draws there.
 OF_THE_HOST = (
-    "numerics/grain_randomness.py _key_of_call",
+    "numerics/grain_randomness.py next",
     "numerics/generators.py torch_generator",
 )
 

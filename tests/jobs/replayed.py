@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.numerics.captured_draws import CapturedScope
 from shoal.training.loop.captured_step import RECORDERS, Body, CaptureRules, Recorder, Recording
 
 
@@ -34,7 +33,6 @@ class Noted:
     args: Any
     kwargs: Any
     found: Any
-    drawing: torch.Generator | None
 
     @property
     def changes(self) -> bool:
@@ -46,14 +44,7 @@ class Noted:
         )
 
     def again(self) -> None:
-        before = torch.default_generator.get_state()
-        if self.drawing is not None:
-            torch.default_generator.set_state(self.drawing.get_state())
-        try:
-            found = self.func(*self.args, **self.kwargs)
-        finally:
-            if self.drawing is not None:
-                torch.default_generator.set_state(before)
+        found = self.func(*self.args, **self.kwargs)
         if self.func.namespace == "c10d":  # it writes in place, and each rank waits for it at once
             tree_leaves(found)[-1].wait()
             return
@@ -66,15 +57,13 @@ class Noted:
 class Notes(TorchDispatchMode):
     """Notes each operation that runs."""
 
-    def __init__(self, draws: Sequence[CapturedScope]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.noted: list[Noted] = []
-        self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        drawing = next((own.drawing for own in self._draws if own.drawing is not None), None)
-        self.noted.append(Noted(func, args, kwargs or {}, found, drawing))
+        self.noted.append(Noted(func, args, kwargs or {}, found))
         return found
 
 
@@ -90,23 +79,17 @@ class Replays(Recorder):
         with rules:
             return body()
 
-    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
+    def record(self, body: Body) -> Recording:
         self.counted["record"] += 1
-        with CaptureRules(draws), Notes(draws) as notes:
+        with CaptureRules(), Notes() as notes:
             outputs = body()
         noted = [one for one in notes.noted if one.changes]
 
-        def set_drawing(generator: torch.Generator | None) -> None:
-            for own in draws:
-                own.drawing = generator
-
         def replay() -> None:
             self.counted["replay"] += 1
-            with torch.no_grad(), CaptureRules(draws):
+            with torch.no_grad(), CaptureRules():
                 for one in noted:
-                    set_drawing(one.drawing)
                     one.again()
-                set_drawing(None)
 
         return Recording(replay, outputs)
 

@@ -74,12 +74,26 @@ def llama() -> nn.Module:
     return model
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, with dropout within its layers and a dropout that the first and the last stage share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.embed, self.drop = nn.Embedding(256, 16), nn.Dropout(0.1)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 4), nn.Linear(16, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.drop(self.encoder(self.drop(self.embed(tokens)))))
+
+
 GPT_CASE = Case(partial(GPT, layers=8, width=16, heads=2, block=12, dropout=0.1), next_token, tokens)
 CASES = {
     "gpt": GPT_CASE,
     "gpt in bfloat16": Case(GPT_CASE.model, next_token, tokens, (3,), autocast=True),
     "resnet": Case(ResNet18, classes, images, (2,)),
     "llama": Case(llama, next_token, tokens, (4,)),
+    "encoder": Case(Encoder, next_token, tokens, (3,)),
 }
 
 
@@ -94,15 +108,16 @@ def batches(case: Case, count: int) -> list[Any]:
     return [case.batch(1 if m == count - 1 else 2) for m in range(count)]
 
 
-def scope(batch: Any, m: int) -> GrainScope:
-    return GrainScope(7, 3, [Grain(m, 2 * m, len(batch[0]))])
+def scope(model: nn.Module, batch: Any, m: int) -> GrainScope:
+    names = {module: name for name, module in model.named_modules()}
+    return GrainScope(7, 3, [Grain(m, 2 * m, len(batch[0]))], names)
 
 
 class Whole:
     """A scope that nothing leaks from, entered as often as needed."""
 
-    def __init__(self, batch: Any, m: int) -> None:
-        self._scope = scope(batch, m)
+    def __init__(self, model: nn.Module, batch: Any, m: int) -> None:
+        self._scope = scope(model, batch, m)
 
     def __enter__(self) -> None:
         self._scope.__enter__()
@@ -143,7 +158,7 @@ def alone(case: Case, count: int) -> dict[str, Tensor]:
     start = {name: b.clone() for name, b in model.named_buffers()}
     told = {}
     for m, batch in enumerate(batches(case, count)):
-        with scope(batch, m):
+        with scope(model, batch, m):
             total, _ = function(case)(model, batch)
             total.backward()
         told[f"loss/{m}"] = total.detach()
@@ -189,7 +204,7 @@ class Ranked:
             total: Tensor = result[0]
             return total
 
-        work = Work(self.loss, given, lambda m: Whole(given[m], m), lambda m: None, forwarded)
+        work = Work(self.loss, given, lambda m: Whole(self.model, given[m], m), lambda m: None, forwarded)
         self.pipeline(schedule).run(work)
         return told | {f"gradient/{n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 

@@ -1,23 +1,22 @@
 """Random numbers of a step that a CUDA graph replays: the same bits as in a step without a graph.
 
-The operations that GrainScope seeds draw from device generators that exist before the capture, one for each operation
-and grain. A replay runs no Python, so the generators receive the step's seeds before it. A CUDA generator is
-counter-based (Philox). If it is registered with a graph, torch keeps its key and counter in device tensors, which each
-replay fills.
+The numbers are a hash of the samples' keys (see `hashed_draws`). A replay runs no Python, so the keys are in a tensor
+that receives the step's keys before it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shoal.numerics import device_reads
 from shoal.numerics.generators import seed_torch
-from shoal.numerics.grain_randomness import INT63, GrainScope
+from shoal.numerics.grain_randomness import GrainScope, Sites
+from shoal.numerics.hashed_draws import SampleKeys, Site, element_keys, site_key
 from shoal.plans.grains import Grain, random_key
 
 
@@ -25,87 +24,70 @@ class NotCapturableError(Exception):
     """Error for a step that no graph can replay; the message gives the reason."""
 
 
-class CapturedScope(GrainScope):
-    """GrainScope with generators that are seeded anew for each step.
+class _ReplayedKeys(SampleKeys):
+    """Keys in tensors whose memory lasts as long as this object."""
 
-    The first forward under the scope creates the generators. After `close`, later forwards create no more.
-    """
+    on_host = False
 
     def __init__(self, seed: int, grains: Sequence[Grain], device: torch.device) -> None:
         super().__init__(seed, 0, grains)
-        self._seed, self._device = seed, device
-        self._of_calls: list[list[torch.Generator]] = []
-        self._next, self._closed = 0, False
-        self.drawing: torch.Generator | None = None  # the generator in place of the device's global one
+        self._own = torch.zeros(2, sum(grain.size for grain in grains), dtype=torch.int32, device=device)
+        self._sites: dict[Site, Tensor] = {}
+        self._elements: dict[int, Tensor] = {}
 
-    @property
-    def all_generators(self) -> list[torch.Generator]:
-        """All generators, in the order of the operations and, within an operation, of the grains."""
-        return [generator for own in self._of_calls for generator in own]
+    def fill(self, step: int) -> None:
+        """Copy the keys of a step into the tensor that a graph reads."""
+        device_reads.send(SampleKeys(self._seed, step, self._grains).rows(torch.device("cpu")), self._own)
+
+    def rows(self, device: torch.device) -> Tensor:
+        if device.type != self._own.device.type:
+            raise NotCapturableError("it draws random numbers on the host")
+        return self._own
+
+    def at(self, site: Site, device: torch.device) -> Tensor:
+        if site not in self._sites:
+            self._sites[site] = site_key(*site, device)
+        return self.rows(device) ^ self._sites[site]
+
+    def columns(self, elements: int, device: torch.device) -> Tensor:
+        if elements not in self._elements:
+            self._elements[elements] = element_keys(elements, device)
+        return self._elements[elements]
+
+
+class CapturedScope(GrainScope):
+    """GrainScope with keys that are filled in anew for each step. Each forward must draw as the first one does."""
+
+    def __init__(
+        self, seed: int, grains: Sequence[Grain], device: torch.device, names: Mapping[nn.Module, str] | None = None
+    ) -> None:
+        self._replayed = _ReplayedKeys(seed, grains, device)
+        super().__init__(seed, 0, grains, names, keys=self._replayed)
+        self._seed, self._names = seed, names or {}
+        self._first: list[tuple[Site, ...]] = []
 
     def seed(self, step: int) -> None:
-        """Seed the generators for a step, and the global ones to the state in which a GrainScope leaves them."""
-        self._key = random_key(self._seed, "model", step)
-        with _unseen():
-            seed_torch(self._key)
-            bases = torch.randint(INT63, (len(self._of_calls),)).tolist()
-        for base, own in zip(bases, self._of_calls, strict=True):
-            for generator, index in zip(own, self._indices, strict=True):
-                generator.manual_seed(random_key(base, index))
-
-    def close(self) -> None:
-        """Forbid new generators, because all random operations are known."""
-        self._closed = True
+        """Fill in the keys of a step, and leave the global generators as a GrainScope leaves them."""
+        self.key = random_key(self._seed, "model", step)
+        self._replayed.fill(step)
+        seed_torch(self.key)
+        torch.empty(len(self._first), dtype=torch.int64).random_()
 
     def __enter__(self) -> CapturedScope:
-        self._next = 0
+        self.sites = Sites(self.key, self._names)
+        torch.default_generator.manual_seed(self.key)
         TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         TorchFunctionMode.__exit__(self, *error)
+        if error[0] is None:
+            self._first = self._first or self.sites.in_order
+            if self._first != self.sites.in_order:
+                raise NotCapturableError("it does not draw as often in each forward")
 
-    def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Return a generator per grain for the next operation.
-
-        Raises: NotCapturableError for a draw on the host, or for an operation beyond the known ones.
-        """
-        if device.type != self._device.type:
-            raise NotCapturableError("it draws random numbers on the host")
-        number, self._next = self._next, self._next + 1
-        if number < len(self._of_calls):
-            return self._of_calls[number]
-        if self._closed:
-            raise NotCapturableError("it does not draw as often in each forward")
-        with _unseen():
-            base = int(torch.randint(INT63, ()))
-        own = [torch.Generator(self._device).manual_seed(random_key(base, index)) for index in self._indices]
-        self._of_calls.append(own)
-        return own
-
-    def under(self, generator: torch.Generator, call: Callable[[], Any]) -> Any:
-        self.drawing = generator
-        try:
-            if generator.device.type == "cpu":
-                return super().under(generator, call)
-            # A capture forbids copies of states, so the global generator refers to the other generator's state.
-            device = torch.cuda.default_generators[generator.device.index or 0]
-            before = device.graphsafe_get_state()
-            device.graphsafe_set_state(generator)
-            try:
-                return call()
-            finally:
-                device.graphsafe_set_state(before)
-        finally:
-            self.drawing = None
-
-    def words(self, rows: int, elements: int) -> torch.Tensor:
-        """Raise NotCapturableError, because numbers by position are drawn on the host."""
-        raise NotCapturableError("it draws random numbers on the host")
-
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    """Disable all torch modes within the context."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
+    def generators(self, func: Any, device: torch.device) -> list[torch.Generator]:
+        """Raise NotCapturableError, because a generator has a state of its own."""
+        name = getattr(func, "__name__", func)
+        fused = " with dropout in a fused kernel" if name == "scaled_dot_product_attention" else ""
+        raise NotCapturableError(f"it draws random numbers by {name}{fused}, which are no hash of the step")

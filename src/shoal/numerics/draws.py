@@ -1,10 +1,7 @@
-"""Random numbers for the rows of several grains, from one generator per grain or by position in one shared stream.
+"""Distributions from random words: torch's random functions for all rows of a forward at once.
 
-Drawing by position takes a few operators for all grains of a forward, so jobs with many grains use it. Each random
-operation draws from one stream of 64-bit words, keyed by (seed, step, operation). A sample's words are at the sample's
-position in the global batch, whichever grains share the forward. The stream is PCG64DXSM (O'Neill, PCG, 2014; numpy's
-next default). It jumps to any position in constant time, and numpy keeps its bits from version to version. Only CPU
-tensors are drawn by position: decision 0029.
+Each handler takes the operation's own arguments. It returns None if it has no form for them. Then each grain is
+computed by itself, with a generator of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,61 +18,18 @@ from torch import Tensor
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # Bits of a number in [0, 1) that the dtype represents exactly, so that no number is rounded up to 1.
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+# Its negative replaces a dropped element in alpha dropout (Klambauer et al., arXiv 1706.02515).
+_ALPHA = 1.7580993408473766
 
 
 class Draws(Protocol):
-    """Source of random words for successive random operations."""
+    """Source of random numbers for successive random operations."""
 
-    def words(self, rows: int, elements: int) -> Tensor:
+    def words(self, rows: int, elements: int, device: torch.device) -> Tensor:
         """Return 32 random bits for each element of each row, int32 [rows, elements], for the next operation."""
 
-
-def words_at(key: int, start: int, rows: int, elements: int) -> Tensor:
-    """Return 32 random bits for each element of `rows` samples from position `start` on, int32 [rows, elements]."""
-    per_row = (elements + 1) // 2  # two elements per word; half of a row's last word may stay unused
-    source = np.random.PCG64DXSM(key)
-    source.advance(start * per_row)
-    drawn = torch.from_numpy(source.random_raw(rows * per_row).view(np.int32))
-    return drawn.view(rows, 2 * per_row)[:, :elements]
-
-
-def fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[torch.Generator]) -> None:
-    """Fill `noise` at random with ones, with probability `keep`, and zeros.
-
-    `parts` are views of the rows of `noise`; each part draws from its own generator. On the CPU an element takes 32
-    random bits, two elements per word. `bernoulli_` makes a 64-bit double for each element there and takes more than
-    twice as long, 5 % of a GPT's step. All other work runs once for all parts.
-    """
-    if not noise.is_cpu:
-        for rows, generator in zip(parts, generators, strict=True):
-            rows.bernoulli_(keep, generator=generator)
-        return
-    counts = [(rows.numel() + 1) // 2 for rows in parts]
-    words = torch.empty(sum(counts), dtype=torch.int64)
-    drawn = words.split(counts)
-    for own, generator in zip(drawn, generators, strict=True):
-        own.random_(-(2**63), None, generator=generator)
-    bits = words.view(torch.int32)
-    if bits.numel() != noise.numel():  # half of a part's last word stays unused
-        bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
-    noise.copy_(keep_mask(bits, keep).view_as(noise))
-
-
-def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
-    """Run `call` with the device's global generator in the state of `generator`, then restore the global generator."""
-    device = generator.device
-    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    before = own.get_state()
-    own.set_state(generator.get_state())
-    try:
-        return call()
-    finally:
-        own.set_state(before)
-
-
-def keep_mask(words: Tensor, keep: float) -> Tensor:
-    """Convert random words to booleans, True with probability `keep`."""
-    return words < min(round(keep * 2**32) - 2**31, 2**31 - 1)
+    def noise(self, rows: int, shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the factors of a dropout in a shape of `rows` samples, for the next operation."""
 
 
 def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,12 +46,17 @@ def normal(words: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1).flatten(1).to(dtype)
 
 
+def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert random words to exponential numbers of mean 1, computed in float64, none of them 0."""
+    return -((words.double() + (2**31 + 0.5)) * 2.0**-32).log().to(dtype)
+
+
 def _filled(draws: Draws, input: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:
-    """Draw new numbers in the shape of `input`; return None if they cannot be drawn by position."""
+    """Draw new numbers in the shape of `input`; return None if its dtype or shape has no form."""
     if input.dtype not in _DIGITS or input.ndim == 0 or input.numel() == 0:
         return None
     elements = input[0].numel()
-    words = draws.words(len(input), elements + elements % 2)
+    words = draws.words(len(input), elements + elements % 2, input.device)
     return numbers(words, input.dtype)[:, :elements].reshape(input.shape)
 
 
@@ -113,10 +71,16 @@ def _normal_(draws: Draws, tensor: Tensor, mean: float = 0.0, std: float = 1.0) 
     return None if drawn is None else tensor.copy_(drawn.mul_(std).add_(mean))
 
 
+def _exponential_(draws: Draws, tensor: Tensor, lambd: float = 1.0) -> Tensor | None:
+    drawn = _filled(draws, tensor, exponential)
+    return None if drawn is None else tensor.copy_(drawn.div_(lambd))
+
+
 def _bernoulli_(draws: Draws, tensor: Tensor, p: Any = 0.5) -> Tensor | None:
     if isinstance(p, Tensor) or tensor.ndim == 0 or tensor.numel() == 0:
         return None
-    return tensor.copy_(keep_mask(draws.words(len(tensor), tensor[0].numel()), p).view(tensor.shape))
+    words = draws.words(len(tensor), tensor[0].numel(), tensor.device)
+    return tensor.copy_((uniform(words, torch.float64) < p).view(tensor.shape))
 
 
 def _bernoulli(draws: Draws, input: Tensor) -> Tensor | None:
@@ -128,41 +92,79 @@ def _channels(ndim: int) -> Callable[..., Tensor | None]:
     """Return a handler for dropout of whole channels of [N, C, ...] inputs with `ndim` dims."""
 
     def dropout(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if input.ndim != ndim or not 0.0 < p < 1.0 or inplace or not input.is_floating_point():
+        if input.ndim != ndim or not 0.0 < p < 1.0 or not input.is_floating_point() or input.numel() == 0:
             return None
-        mask = keep_mask(draws.words(*input.shape[:2]), 1.0 - p).view(*input.shape[:2], *[1] * (ndim - 2))
-        return input * mask.to(input.dtype).div_(1.0 - p)
+        shape = (*input.shape[:2], *[1] * (ndim - 2))
+        noise = draws.noise(len(input), shape, p, input.dtype, input.device)
+        return input.mul_(noise) if inplace else input * noise
 
     return dropout
 
 
+def _alpha_dropout(draws: Draws, input: Tensor, p: float, inplace: bool, *, of_features: bool) -> Tensor | None:
+    if not 0.0 < p < 1.0 or input.dtype not in _DIGITS or input.ndim < (2 if of_features else 1) or not input.numel():
+        return None
+    shape = (*input.shape[:2], *[1] * (input.ndim - 2)) if of_features else tuple(input.shape)
+    stays = draws.noise(len(input), shape, p, input.dtype, input.device) != 0.0
+    scale = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p))
+    factor = stays.to(input.dtype) * scale
+    shift = torch.where(stays, 0.0, -_ALPHA * scale).to(input.dtype) + _ALPHA * scale * p
+    return input.mul_(factor).add_(shift) if inplace else input * factor + shift
+
+
+def _alpha(draws: Draws, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor | None:
+    return _alpha_dropout(draws, input, p, inplace, of_features=False)
+
+
+def _feature_alpha(
+    draws: Draws, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor | None:
+    return _alpha_dropout(draws, input, p, inplace, of_features=True)
+
+
+def _rrelu(draws: Draws, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **named: Any) -> Any:
+    slopes = _filled(draws, input.detach(), uniform)
+    if slopes is None:
+        return None
+    factor = torch.where(input.detach() <= 0, slopes.mul_(upper - lower).add_(lower), 1.0)
+    in_place = named.get("inplace", len(rest) > 1 and rest[1])
+    return input.mul_(factor) if in_place else input * factor
+
+
 def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Compute scaled dot-product attention step by step, as torch does on CPUs with dropout."""
+    """Compute scaled dot-product attention step by step, as torch does where no fused kernel drops elements."""
     given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
     if given.keys() - {*_ATTENTION, "scale", "enable_gqa"}:
         return None
     query, key, value = given["query"], given["key"], given["value"]
-    mask, scale, keep = given.get("attn_mask"), given.get("scale"), 1.0 - given["dropout_p"]
+    mask, scale, p = given.get("attn_mask"), given.get("scale"), given["dropout_p"]
+    if query.is_cuda and torch._fused_sdp_choice(query, key, value, **_optional(given)) != 0:
+        return None  # a fused kernel, which holds no weights of all pairs in memory
     if given.get("enable_gqa"):
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     root = math.sqrt(1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * root) @ (key * root).transpose(-2, -1)
     if given.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1)
     if mask is not None:  # torch returns zeros for a query that sees no key
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    noise = keep_mask(draws.words(len(weights), weights[0].numel()), keep).view(weights.shape).to(weights.dtype)
-    output: Tensor = (weights * noise.div_(keep)) @ value
+    output: Tensor = (
+        weights * draws.noise(len(weights), tuple(weights.shape), p, weights.dtype, weights.device)
+    ) @ value
     return output
 
 
-# Handlers take the operation's own arguments. None: nothing was drawn, and each grain is computed by itself.
+def _optional(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in (*_ATTENTION[3:], "scale", "enable_gqa") if given.get(name) is not None}
+
+
 AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
+    Tensor.exponential_: _exponential_,
     Tensor.bernoulli_: _bernoulli_,
     Tensor.bernoulli: _bernoulli,
     torch.bernoulli: _bernoulli,
@@ -171,6 +173,9 @@ AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {
     F.dropout1d: _channels(3),
     F.dropout2d: _channels(4),
     F.dropout3d: _channels(5),
+    F.alpha_dropout: _alpha,
+    F.feature_alpha_dropout: _feature_alpha,
+    F.rrelu: _rrelu,
     F.scaled_dot_product_attention: _attention,
 }
 SIZED: dict[Any, Callable[[Tensor, torch.dtype], Tensor]] = {torch.rand: uniform, torch.randn: normal}
@@ -179,21 +184,15 @@ SIZED: dict[Any, Callable[[Tensor, torch.dtype], Tensor]] = {torch.rand: uniform
 def at_once(draws: Draws, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the result of a random operation for all rows, or None if each grain has to be computed by itself."""
     drawn = AT_ONCE.get(func)
-    if drawn is None or any(isinstance(a, Tensor) and not a.is_cpu for a in (*args, *kwargs.values())):
-        return None
     try:
-        return drawn(draws, *args, **kwargs)
+        return None if drawn is None else drawn(draws, *args, **kwargs)
     except TypeError:  # arguments that the handler does not know, such as out= and dtype=
         return None
 
 
 def of_size(draws: Draws, func: Any, size: Any, options: dict[str, Any]) -> Tensor | None:
     """Return `torch.rand` or `torch.randn` if the first size counts samples; None as in `at_once`."""
-    dtype = options.get("dtype") or torch.get_default_dtype()
-    if (
-        func not in SIZED
-        or options.keys() - {"dtype", "device"}
-        or torch.device(options.get("device") or "cpu").type != "cpu"
-    ):
+    dtype, device = options.get("dtype") or torch.get_default_dtype(), options.get("device") or "cpu"
+    if func not in SIZED or options.keys() - {"dtype", "device"}:
         return None
-    return _filled(draws, torch.empty(1, dtype=dtype).expand(tuple(size)), SIZED[func])
+    return _filled(draws, torch.empty(1, dtype=dtype, device=device).expand(tuple(size)), SIZED[func])

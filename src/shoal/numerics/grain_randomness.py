@@ -1,66 +1,150 @@
 """Random numbers and batch statistics by grain, also if several grains share one forward.
 
-Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
-random operation of the model draws one number from that generator. Each grain's rows come from a generator keyed by
-(that number, grain). In a job of many grains the rows come from their positions in a stream keyed by that number. So a
-grain's dropout mask does not depend on the other grains of the forward. Recomputation in the backward draws the same
-masks again, because torch.utils.checkpoint restores the global generator. Batch normalisation also runs grain by grain.
+Under `GrainScope` the numbers that a module draws are a hash of (seed, step, the module's name, the count of its draws
+in this forward, the sample's position, the element): see `hashed_draws`. So a sample's dropout mask does not depend on
+the other samples of the forward, nor on what other modules draw. Functions without a form by hash draw from one
+generator per grain. Batch normalisation also runs grain by grain.
+
+Each draw also takes a token from the global generator, which is seeded by (seed, step). torch.utils.checkpoint restores
+that generator, so recomputation in the backward takes the same tokens, and finds the names and counts of the forward.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from shoal.errors import JobMismatchError
 from shoal.numerics.batch_statistics import BATCH_NORM, normalised_by_grain
-from shoal.numerics.draws import at_once, fill_kept, keep_mask, of_size, under, words_at
+from shoal.numerics.draws import at_once, of_size
 from shoal.numerics.generators import device_generators, python_generators, seed_torch, torch_generator
+from shoal.numerics.hashed_draws import SampleKeys, Site
 from shoal.plans.grains import Grain, random_key
 
-INT63 = 2**63 - 1
+_CALL = nn.Module._call_impl.__code__
 
 
 class NotFusibleError(Exception):
     """Error for a model that computes something on a batch which cannot be divided by grain."""
 
 
+class Sites:
+    """Names and counts of the modules that draw in one forward, also when the backward recomputes a part of it."""
+
+    def __init__(self, key: int, names: Mapping[nn.Module, str]) -> None:
+        """Begin a forward. `key`: seed of the tokens. `names`: names of the model's modules."""
+        self._seed, self._names = key, names
+        self._counts: Counter[str] = Counter()
+        self._known: dict[int, tuple[Site, ...]] = {}  # by token
+        self._token = torch.empty((), dtype=torch.int64)
+        self._inner = ""
+
+    def next(self, inner: Sequence[str] = ("",)) -> tuple[Site, ...]:
+        """Return the sites of the next draws: one for each module of `inner`, as in `GrainScope.keys_at`."""
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                token = int(self._token.random_())
+        else:
+            token = int(self._token.random_())
+        sites = self._known.get(token)
+        if sites is None:
+            outer, here = self.module(), []
+            for name in inner:
+                whole = ".".join([part for part in (outer, self._inner, name) if part])
+                here.append((whole, self._counts.get(whole, 0)))
+                self._counts[whole] = here[-1][1] + 1
+            sites = self._known[token] = tuple(here)
+        return sites
+
+    def module(self) -> str:
+        """Return the name of the innermost module of the model whose forward runs; "" if there is none."""
+        frame = sys._getframe(1) if self._names else None
+        while frame is not None:
+            if frame.f_code is _CALL:
+                name = self._names.get(frame.f_locals["self"])
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Attribute draws to a module by its name within the module whose forward runs, as a compiled region has to."""
+        before, self._inner = self._inner, name
+        try:
+            yield
+        finally:
+            self._inner = before
+
+    def pass_over(self, counts: Mapping[str, int]) -> None:
+        """Count draws, by module, that are not computed here."""
+        self._counts.update(counts)
+
+    def seed(self) -> None:
+        """Seed the global generators for a forward."""
+        seed_torch(self._seed)
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """True if no other code has drawn from torch's global generator."""
+        own = torch.Generator().manual_seed(self._seed)
+        tokens = torch.empty(len(self._known), dtype=torch.int64).random_(generator=own)
+        return tokens.tolist() == list(self._known) and torch_generator() == own.get_state().numpy().tobytes()
+
+    @property
+    def in_order(self) -> list[tuple[Site, ...]]:
+        """Sites of all draws so far, in their order."""
+        return list(self._known.values())
+
+
 class GrainScope(TorchFunctionMode):
     """Context of a microbatch's forward and backward that seeds random operations and normalises by grain."""
 
-    def __init__(self, seed: int, step: int, grains: Sequence[Grain], *, by_position: bool = False) -> None:
-        """Create the scope. `by_position`: draw by position for all grains at once if possible (see `draws`)."""
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        grains: Sequence[Grain],
+        names: Mapping[nn.Module, str] | None = None,
+        *,
+        is_older: bool = False,
+        keys: SampleKeys | None = None,
+    ) -> None:
+        """Create the scope.
+
+        `names`: names of the model's modules; by default all draws belong to one module. `is_older`: the training began
+        before numbers were drawn by hash, so it must not draw. `keys`: the keys of a scope that is replayed.
+        """
         super().__init__()
-        self.by_position, self._starts = by_position, [grain.start for grain in grains]
-        self._key = random_key(seed, "model", step)
+        self.key = random_key(seed, "model", step)
+        self.sites = Sites(self.key, names or {})
+        self.keys = keys or SampleKeys(seed, step, grains)
         self._indices = [grain.index for grain in grains]
-        self._sizes = [grain.size for grain in grains]
-        self._rows = sum(self._sizes)
+        self.sizes = tuple([grain.size for grain in grains])  # rows of each grain
+        self._rows = sum(self.sizes)
+        self._is_older = is_older
         self.calls = 0
         self._leaked = False
         self._outside: tuple[Any, ...] | None = None  # states of the other generators while the scope is active
         self._left: Tensor | None = None
-        self._passed: set[bytes] = set()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each grain."""
-        return tuple(self._sizes)
 
     def __enter__(self) -> GrainScope:
         """Seed the generators. A later entry, such as a pipeline's for the backward, continues from the last exit."""
-        seed_torch(self._key)
+        self.sites.seed()
         if self._left is not None:
             torch.default_generator.set_state(self._left)
         self._outside = python_generators(), device_generators()
-        self._expected = torch_generator()
-        self._passed.add(self._expected)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -97,58 +181,68 @@ class GrainScope(TorchFunctionMode):
         if self._leaked or self._outside is None:
             return self._leaked
         with torch._C.DisableTorchFunction():
-            return torch_generator() != self._expected or (python_generators(), device_generators()) != self._outside
+            return not self.sites.is_undisturbed or (python_generators(), device_generators()) != self._outside
 
-    def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Return one generator per grain for one random operation."""
-        base = self._key_of_call()
-        return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
+    def keys_at(self, inner: Sequence[str], device: torch.device) -> Tensor:
+        """Return the rows' keys for one draw of each of several modules, int32 [draws, 2, rows], and count the draws.
 
-    def under(self, generator: torch.Generator, call: Callable[[], Any]) -> Any:
-        """Run `call` with the device's global generator in the state of `generator`, then restore that generator."""
-        return under(generator, call)
+        `inner`: the modules' names from the module on whose forward runs; "" is that module itself.
+        """
+        self._refuse_older()
+        self.calls += len(inner)
+        with torch._C.DisableTorchFunction():
+            return torch.stack([self.keys.at(site, device) for site in self.sites.next(inner)])
 
-    def words(self, rows: int, elements: int) -> Tensor:
-        """Return 32 random bits for each element of one random operation, int32 [rows, elements], by position.
+    def words(self, rows: int, elements: int, device: torch.device) -> Tensor:
+        """Return 32 random bits for each element of each row, int32 [rows, elements], for the next operation.
 
         Raises: NotFusibleError if the rows are not the samples.
         """
-        if rows != self._rows:
-            raise NotFusibleError(f"a random operation on {rows} rows")
-        base, starts = self._key_of_call(), self._starts
         with torch._C.DisableTorchFunction():
-            if starts[-1] + self._sizes[-1] - starts[0] == rows:  # consecutive grains, the common case
-                return words_at(base, starts[0], rows, elements)
-            return torch.cat([words_at(base, *one, elements) for one in zip(starts, self._sizes, strict=True)])
+            return self.keys.words(self._next(rows), elements, device)
 
-    def _key_of_call(self) -> int:
-        """Draw the key of one random operation from the global generator."""
+    def noise(self, rows: int, shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the factors of a dropout in a shape of `rows` samples, as `words`."""
+        with torch._C.DisableTorchFunction():
+            return self.keys.noise(self._next(rows), shape, p, dtype, device)
+
+    def pass_over(self, draws: Mapping[str, int]) -> None:
+        """Count the draws of modules that another rank computes: this rank may call one of these modules too."""
+        self.calls += sum(draws.values())
+        self.sites.pass_over(draws)
+
+    def generators(self, func: Any, device: torch.device) -> list[torch.Generator]:
+        """Return one generator per grain for one operation of a function that has no form by hash."""
+        with torch._C.DisableTorchFunction():
+            name, count = self._next(self._rows)
+        keys = [random_key(self.key, name, count, index) for index in self._indices]
+        return [torch.Generator(device).manual_seed(key) for key in keys]
+
+    def _next(self, rows: int) -> Site:
+        """Return the site of the next draw on a tensor of `rows`."""
+        self.check_rows(rows)
+        self._refuse_older()
         self.calls += 1
-        with torch._C.DisableTorchFunction():
-            before = torch_generator()
-            base = int(torch.randint(INT63, ()))
-            if before == self._expected:
-                self._expected = torch_generator()
-                self._passed.add(self._expected)
-            elif before not in self._passed:  # a known state: recomputation has restored the generator
-                self._leaked = True
-        return base
+        return self.sites.next()[0]
 
-    def skip(self, count: int) -> None:
-        """Draw the keys of `count` random operations that another rank computes."""
-        self.calls += count
-        with torch._C.DisableTorchFunction():
-            for _ in range(count):
-                torch.randint(INT63, ())
-            self._expected = torch_generator()
-            self._passed.add(self._expected)
+    def _refuse_older(self) -> None:
+        if self._is_older:
+            raise JobMismatchError(
+                given="a checkpoint of a training that draws random numbers, such as dropout's",
+                conflict="an older version began it, and this version draws other numbers from the same seed",
+                remedy="resume it with the version that wrote the checkpoint, or begin the training anew",
+            )
+
+    def check_rows(self, rows: int) -> None:
+        """Check that a dim counts the samples. Raises: NotFusibleError."""
+        # Also for a single grain: the way to compute a model must not depend on a rank's number of grains.
+        if rows != self._rows:
+            raise NotFusibleError(f"a random or batch-wide operation on {rows} rows")
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Split a tensor's rows by grain. Raises: NotFusibleError if the first dim does not count the samples."""
-        if tensor.ndim == 0 or tensor.shape[0] != self._rows:
-            # Also for a single grain: the way to compute a model must not depend on a rank's number of grains.
-            raise NotFusibleError(f"a random or batch-wide operation on shape {tuple(tensor.shape)}")
-        return list(tensor.split(self._sizes))
+        self.check_rows(tensor.shape[0] if tensor.ndim else 0)
+        return list(tensor.split(self.sizes))
 
 
 def active_scope() -> GrainScope | None:
@@ -161,52 +255,49 @@ class _DrawnError(Exception):
     """Error that leaves a handler at the point where it would draw."""
 
 
-class DrawCounter(TorchFunctionMode):
-    """Context that counts the random operations a GrainScope would seed, and changes no result."""
+class DrawCounter(GrainScope):
+    """Context that counts the draws that a GrainScope would attribute to each module, and changes no result."""
 
-    _sizes = (1,)
-    _rows = 1
-    by_position = False
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        super().__init__(0, 0, [Grain(0, 0, 1)], names)
+        self.counts: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.calls = 0
+    def __enter__(self) -> DrawCounter:
+        TorchFunctionMode.__enter__(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        TorchFunctionMode.__exit__(self, *error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler: Any = _HANDLERS.get(func)
-        kwargs = kwargs or {}
+        handler, kwargs = _HANDLERS.get(func), kwargs or {}
+        if handler is not None and handler is not _batch_norm:
+            with contextlib.suppress(_DrawnError, NotFusibleError):
+                return handler(self, func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            if handler is _sized:  # this counter does not know the number of rows
-                self.count += kwargs.get("generator") is None
-            elif handler is not None and handler is not _batch_norm:
-                with contextlib.suppress(_DrawnError, NotFusibleError):
-                    return handler(self, func, args, kwargs)
             return func(*args, **kwargs)
-
-    def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Count one operation and leave the handler."""
-        self.count += 1
-        raise _DrawnError
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor as one part."""
         return [tensor]
 
+    def check_rows(self, rows: int) -> None:
+        """Accept any dim, since the number of samples is unknown."""
+
+    def _next(self, rows: int) -> Site:
+        """Count one draw and leave the handler."""
+        self.counts[self.sites.module()] += 1
+        raise _DrawnError
+
 
 def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, p, training = _dropout_arguments(*args, **kwargs)
-    if not training or p == 0.0 or tensor.numel() == 0:
+    if not training or not 0.0 < p <= 1.0 or tensor.numel() == 0:
         return func(*args, **kwargs)
     if p == 1.0:
         return tensor * 0.0
-    with torch.no_grad():
-        noise = torch.empty_like(tensor)
-        if scope.by_position and noise.is_cpu:
-            noise.copy_(keep_mask(scope.words(len(noise), noise[0].numel()), 1.0 - p).view_as(noise))
-        else:
-            parts = scope.split(noise)
-            fill_kept(noise, parts, 1.0 - p, scope.generators(tensor.device))
-        noise.div_(1.0 - p)
+    shape, dtype = tensor.shape, tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+    noise = scope.noise(shape[0] if shape else 0, shape, p, dtype, tensor.device)
     if kwargs.get("inplace", False) or (func is F.dropout and len(args) > 3 and args[3]):
         return tensor.mul_(noise)
     return tensor * noise
@@ -228,7 +319,7 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     """Call a random function once per grain on the grain's rows, each time under the grain's generator."""
-    whole = at_once(scope, func, args, kwargs) if scope.by_position else None
+    whole = at_once(scope, func, args, kwargs)
     if whole is not None:
         return whole
     in_place = getattr(func, "__name__", "").endswith("_")
@@ -241,10 +332,10 @@ def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     overwrite = kwargs.get("inplace", False)
     options = {**kwargs, "inplace": False} if overwrite else kwargs
     outputs = []
-    for i, generator in enumerate(scope.generators(next(iter(tensors.values())).device)):
+    for i, generator in enumerate(scope.generators(getattr(func, "func", func), next(iter(tensors.values())).device)):
         rows = [split[id(a)][i] if id(a) in split else a for a in args]
         named = {k: split[id(a)][i] if id(a) in split else a for k, a in options.items()}
-        outputs.append(scope.under(generator, functools.partial(func, *rows, **named)))
+        outputs.append(_under(generator, functools.partial(func, *rows, **named)))
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return args[0].copy_(whole) if in_place or overwrite else whole
 
@@ -254,16 +345,15 @@ def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
     if func is torch.randint or not size or kwargs.get("generator") is not None or kwargs.get("out") is not None:
         raise NotFusibleError(f"{getattr(func, '__name__', func)} of a size that does not follow the samples")
-    if size[0] != scope._rows:
-        raise NotFusibleError(f"{getattr(func, '__name__', func)} of size {tuple(size)}")
+    scope.check_rows(size[0])
     options = {k: v for k, v in kwargs.items() if k != "size"}
-    whole = of_size(scope, func, size, options) if scope.by_position else None
+    whole = of_size(scope, func, size, options)
     if whole is not None:
         return whole
     device = torch.device(options.get("device") or "cpu")
     parts = [
         func(rows, *size[1:], generator=generator, **options)
-        for rows, generator in zip(scope._sizes, scope.generators(device), strict=True)
+        for rows, generator in zip(scope.sizes, scope.generators(func, device), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -272,7 +362,7 @@ def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if dropout_p == 0.0:
         return func(*args, **kwargs)
-    whole = at_once(scope, func, args, kwargs) if scope.by_position else None
+    whole = at_once(scope, func, args, kwargs)
     if whole is not None:
         return whole
     names = ("query", "key", "value", "attn_mask")
@@ -286,6 +376,43 @@ def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     # A mask that all samples share is not divided, whatever its first dim is.
     masked = functools.partial(func, attn_mask=mask)
     return _split_call(scope, masked, (given["query"], given["key"], given["value"]), rest)
+
+
+def _under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Run `call` with the device's global generator in the state of `generator`, then restore the global generator."""
+    device = generator.device
+    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        own.set_state(before)
+
+
+def _by_heads(weights: Tensor, p: float) -> Tensor:
+    """Drop attention weights [samples * heads, ...] as rows of samples."""
+    scope = active_scope()
+    assert scope is not None
+    rows = sum(scope.sizes)
+    scope.check_rows(weights.shape[0] if weights.shape[0] % rows else rows)
+    by_sample = weights.unflatten(0, (rows, -1))
+    return F.dropout(by_sample, p).flatten(0, 1)
+
+
+def _open(func: Any, **instead: Any) -> Callable[[GrainScope, Any, Any, Any], Any]:
+    """Return a handler that runs a function of torch's in Python under the scope, not as one operation."""
+    inside: dict[str, Any] = {"has_torch_function": lambda _: False, "has_torch_function_unary": lambda _: False}
+    own = FunctionType(func.__code__, {**func.__globals__, **inside, **instead}, func.__name__, func.__defaults__)
+
+    def handle(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+        torch.overrides._push_mode(scope)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            torch.overrides._pop_mode()
+
+    return handle
 
 
 def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:
@@ -311,6 +438,9 @@ def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if handler is _dropout:
         _, p, training = _dropout_arguments(*args, **kwargs)
         return bool(training) and p != 0.0
+    if func is F.multi_head_attention_forward:
+        training = kwargs.get("training", args[13] if len(args) > 13 else True)
+        return bool(training) and (kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0) != 0.0)
     if handler is _batch_norm:
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     if handler is _attention:
@@ -329,7 +459,8 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
     F.batch_norm: _batch_norm,
     F.scaled_dot_product_attention: _attention,
     F.rrelu: _random_if("training", 3, False),
-    F.gumbel_softmax: _split_call,
+    F.gumbel_softmax: _open(F.gumbel_softmax),
+    F.multi_head_attention_forward: _open(F.multi_head_attention_forward, dropout=_by_heads),
     torch.rand: _sized,
     torch.randn: _sized,
     torch.randint: _sized,
@@ -357,4 +488,4 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
 
 def draws(function: Any) -> bool:
     """Return True if a function of torch draws random numbers or computes batch statistics, at least in some cases."""
-    return function in _HANDLERS
+    return function in _HANDLERS and function is not F.multi_head_attention_forward  # whose parts draw

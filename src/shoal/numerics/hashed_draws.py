@@ -5,12 +5,14 @@ draws in the forward. The same number comes from eager, captured and compiled co
 
 - `row_keys(seed, step, positions)`: two words for each sample, computed on the host once per microbatch. A replayed
   graph needs only this tensor, filled anew for each step.
-- `at_site(keys, name, count)`: the words for one site. `at_sites` returns them for several sites in one tensor.
-- `keep_mask(keys, elements, p)`, `words(keys, elements)`: booleans or 32 bits for each element of each row.
-- `dropout(input, p, keys)`: F.dropout with these keys; `keys` are those of one site.
+- `row_keys ^ site_key(name, count, device)`: the rows' keys for one site. `GrainScope.keys_at` returns those of several
+  sites in one tensor, and counts them.
+- `keep_mask(keys, columns, p)`, `words(keys, columns)`: a boolean or 32 bits for each element of each row. `columns`
+  are the `element_keys`.
+- `dropout(input, p, keys)`: F.dropout with the keys of one site.
 
 These functions consist of torch's integer operators, so Dynamo traces them. `>>` of int32 repeats the sign.
-`noise_on_cpu` computes the same bits in fewer passes for eager code on CPUs.
+`SampleKeys.noise` computes the same bits in fewer passes for eager code on CPUs.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.numerics.device_reads import sent
+from shoal.plans.grains import Grain
+
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+Site = tuple[str, int]  # the name of the module that draws, and the number of its earlier draws in the forward
+_CPU = torch.device("cpu")
 _MULTIPLIER = 0x2C1B3C6D
+_FACTOR, _SHIFT = np.int32(_MULTIPLIER), np.int32(15)
 # Below the first number numpy takes less time than torch, whose operators take 1 to 3 us each. Chunks of the second fit
 # in caches.
 _SMALL, _CHUNK = 1 << 14, 1 << 18
@@ -47,25 +56,10 @@ def row_keys(seed: int, step: int, positions: np.ndarray) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _site(name: str, count: int, device: torch.device) -> Tensor:
-    """Return a site's key, int32 [2, 1], the second word even, so that the rows' second word stays odd."""
+def site_key(name: str, count: int, device: torch.device) -> Tensor:
+    """Return the key of a draw, int32 [2, 1]. Its second word is even, so that the rows' second word stays odd."""
     key = np.array([[_key("site", name, count)]], dtype=np.uint64).view(np.uint32).reshape(2, 1)
     return torch.from_numpy((key & np.array([[0xFFFFFFFF], [0xFFFFFFFE]], np.uint32)).view(np.int32)).to(device)
-
-
-def at_site(keys: Tensor, name: str, count: int) -> Tensor:
-    """Return the rows' keys for one site, int32 [2, rows]."""
-    return keys ^ _site(name, count, keys.device)
-
-
-@functools.lru_cache(maxsize=256)
-def _sites(sites: tuple[tuple[str, int], ...], device: torch.device) -> Tensor:
-    return torch.stack([_site(name, count, device) for name, count in sites])
-
-
-def at_sites(keys: Tensor, sites: Sequence[tuple[str, int]]) -> Tensor:
-    """Return the rows' keys for several (name, count), int32 [sites, 2, rows], by one operator."""
-    return keys ^ _sites(tuple(sites), keys.device)
 
 
 def element_keys(elements: int, device: torch.device) -> Tensor:
@@ -76,62 +70,113 @@ def element_keys(elements: int, device: torch.device) -> Tensor:
     return mixed ^ ((mixed >> 16) & 0xFFFF)
 
 
-# Constants of a device: a graph that is captured after a first forward refers to them.
-_known_elements = functools.lru_cache(maxsize=64)(element_keys)
+_cached_element_keys = functools.lru_cache(maxsize=64)(element_keys)
 
 
-def _hashed(keys: Tensor, elements: int) -> Tensor:
+def _hashed(keys: Tensor, columns: Tensor) -> Tensor:
     """Return a hash with good high bits of each element of each row, int32 [rows, elements]."""
-    of_elements = element_keys if torch.compiler.is_compiling() else _known_elements
-    mixed = (keys[0].unsqueeze(1) ^ of_elements(elements, keys.device)) * keys[1].unsqueeze(1)
+    mixed = (keys[0].unsqueeze(1) ^ columns) * keys[1].unsqueeze(1)
     return (mixed ^ (mixed >> 15)) * _MULTIPLIER
 
 
-def words(keys: Tensor, elements: int) -> Tensor:
+def words(keys: Tensor, columns: Tensor) -> Tensor:
     """Return 32 random bits for each element of each row, int32 [rows, elements]."""
-    mixed = _hashed(keys, elements)
+    mixed = _hashed(keys, columns)
     return mixed ^ ((mixed >> 16) & 0xFFFF)
 
 
-def _limit(keep: float) -> int:
-    """Return the even number below which a hash lies with probability `keep`."""
-    return min(round(keep * 2**31) * 2 - 2**31, 2**31 - 2)
+def _limit(p: float) -> int:
+    """Return the even number below which a hash lies with probability 1 - p."""
+    return min(round((1.0 - p) * 2**31) * 2 - 2**31, 2**31 - 2)
 
 
-def keep_mask(keys: Tensor, elements: int, p: float) -> Tensor:
+def keep_mask(keys: Tensor, columns: Tensor, p: float) -> Tensor:
     """Return booleans [rows, elements], False with probability `p`."""
-    return _hashed(keys, elements) < _limit(1.0 - p)
+    return _hashed(keys, columns) < _limit(p)
 
 
-def noise_of(shape: Sequence[int], p: float, dtype: torch.dtype, keys: Tensor) -> Tensor:
-    """Return the factors of a dropout: 0 with probability `p`, else 1 / (1 - p)."""
-    mask = keep_mask(keys, math.prod(shape[1:]), p).reshape(tuple(shape))
-    return mask.to(dtype) * (1.0 / (1.0 - p))
+def noise_of(shape: Sequence[int], p: float, dtype: torch.dtype, keys: Tensor, columns: Tensor) -> Tensor:
+    """Return the factors of a dropout of [rows, ...]: 0 with probability `p`, else 1 / (1 - p)."""
+    return keep_mask(keys, columns, p).reshape(tuple(shape)).to(dtype) * (1.0 / (1.0 - p))
 
 
 def dropout(input: Tensor, p: float, keys: Tensor) -> Tensor:
     """Return F.dropout of [rows, ...] for 0 < p < 1, with the keys of one site."""
-    return input * noise_of(input.shape, p, input.dtype, keys)
+    columns = element_keys(math.prod(input.shape[1:]), input.device)
+    return input * noise_of(input.shape, p, input.dtype, keys, columns)
 
 
-def noise_on_cpu(shape: Sequence[int], p: float, dtype: torch.dtype, keys: Tensor) -> Tensor:
-    """Return `noise_of` with the same bits, by few passes over chunks; for eager code on CPUs."""
-    rows, elements = shape[0], math.prod(shape[1:])
-    limit, scale = _limit(1.0 - p), torch.tensor(1.0 / (1.0 - p), dtype=dtype).view(_INTEGERS[dtype.itemsize])
-    first, second, columns = keys[0].unsqueeze(1), keys[1].unsqueeze(1), _known_elements(elements, keys.device)
-    if rows * elements <= _SMALL:
-        small = first.numpy() ^ columns.numpy()
-        small *= second.numpy()
-        small ^= small >> np.int32(15)
-        small *= np.int32(_MULTIPLIER)
-        bits = (small < np.int32(limit)) * scale.numpy()
-        return torch.from_numpy(bits).view(dtype).view(tuple(shape))
-    noise = torch.empty(rows, elements, dtype=scale.dtype)
-    size = max(1, _CHUNK // elements)
-    for part, own, odd in zip(noise.split(size), first.split(size), second.split(size), strict=True):
-        mixed = torch.bitwise_xor(own, columns, out=part if part.dtype == torch.int32 else None).mul_(odd)
+@functools.lru_cache(maxsize=64)
+def _bits(p: float, dtype: torch.dtype) -> Tensor:
+    """Return the bits of 1 / (1 - p) as an integer of the same size, []."""
+    return torch.tensor(1.0 / (1.0 - p), dtype=dtype).view(_INTEGERS[dtype.itemsize])
+
+
+def _noise_in_chunks(shape: Sequence[int], p: float, dtype: torch.dtype, keys: Tensor, columns: Tensor) -> Tensor:
+    """Return `noise_of` with the same bits, by fewer passes over chunks that fit in caches."""
+    limit, bits = _limit(p), _bits(p, dtype)
+    noise = torch.empty(len(keys[0]), len(columns), dtype=bits.dtype)
+    size = max(1, _CHUNK // len(columns))
+    for part, own in zip(noise.split(size), keys.split(size, 1), strict=True):
+        first, second = own.unsqueeze(2)
+        mixed = torch.bitwise_xor(first, columns, out=part if part.dtype == torch.int32 else None).mul_(second)
         mixed.bitwise_xor_(mixed >> 15).mul_(_MULTIPLIER)
         # The sign of half of the hash minus half of the limit: all bits for elements that stay, else none.
         mixed.bitwise_right_shift_(1).sub_(limit // 2).bitwise_right_shift_(31)
-        torch.bitwise_and(mixed.to(part.dtype), scale, out=part)
-    return noise.view(dtype).view(tuple(shape))
+        torch.bitwise_and(mixed.to(part.dtype), bits, out=part)
+    return noise.view(dtype).view(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _small_constants(site: Site, elements: int, p: float, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the elements' keys at a site, the site's second word, the limit and the bits, for NumPy."""
+    first, second = site_key(*site, _CPU).numpy()[:, 0]
+    return element_keys(elements, _CPU).numpy() ^ first, second, np.int32(_limit(p)), _bits(p, dtype).numpy()[()]
+
+
+class SampleKeys:
+    """Keys of a microbatch's samples. `on_host`: True if the numbers may be computed by code that is not torch's."""
+
+    on_host = True
+
+    def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
+        self._seed, self._step, self._grains = seed, step, grains
+        self._rows: dict[torch.device, Tensor] = {}
+        self._columns: Any = None  # the keys on the host, one below the other
+
+    def rows(self, device: torch.device) -> Tensor:
+        """Return the `row_keys` of the samples."""
+        keys = self._rows.get(device)
+        if keys is None:
+            positions = np.concatenate([np.arange(grain.start, grain.start + grain.size) for grain in self._grains])
+            keys = self._rows[device] = sent(row_keys(self._seed, self._step, positions), device)
+        return keys
+
+    def at(self, site: Site, device: torch.device) -> Tensor:
+        """Return the rows' keys for one site, int32 [2, rows]."""
+        return self.rows(device) ^ site_key(*site, device)
+
+    def columns(self, elements: int, device: torch.device) -> Tensor:
+        """Return the `element_keys`."""
+        return _cached_element_keys(elements, device)
+
+    def words(self, site: Site, elements: int, device: torch.device) -> Tensor:
+        """Return `words` at a site."""
+        return words(self.at(site, device), self.columns(elements, device))
+
+    def noise(self, site: Site, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return `noise_of` a shape at a site."""
+        rows = self.rows(device)
+        elements = math.prod(shape) // rows.shape[1]
+        if not self.on_host or device.type != "cpu":
+            return noise_of(shape, p, dtype, self.at(site, device), self.columns(elements, device))
+        if elements * rows.shape[1] > _SMALL:
+            return _noise_in_chunks(shape, p, dtype, self.at(site, device), self.columns(elements, device))
+        first, second, limit, bits = _small_constants(site, elements, p, dtype)
+        if self._columns is None:
+            self._columns = rows.numpy()[:, :, None]
+        mixed = self._columns[0] ^ first
+        mixed *= self._columns[1] ^ second
+        mixed ^= mixed >> _SHIFT
+        mixed *= _FACTOR
+        return torch.from_numpy(((mixed < limit) * bits).reshape(shape)).view(dtype)

@@ -30,7 +30,6 @@ from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.generators import seed_everything
-from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.no_trace import copy_of
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, converted, numbers, wide
@@ -331,7 +330,7 @@ class Reference:
 
         def loss(microbatch: Microbatch) -> tuple[float, float]:
             self._restore(start)
-            with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
+            with computer.grain_scope(microbatch):
                 total, weight = computer.loss(self._precision.inputs(copy_of(microbatch.batch)))
             return float(total.detach()), float(weight)
 

@@ -1,14 +1,18 @@
-"""Random numbers by position: of the distribution that is asked for, and the same whatever the grains."""
+"""Distributions from random words: as asked for, and the same whatever the grains."""
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.draws import keep_mask, normal, uniform, words_at
+from shoal.numerics.draws import exponential, normal, uniform
 from shoal.numerics.grain_randomness import GrainScope
+from shoal.numerics.hashed_draws import element_keys, row_keys
+from shoal.numerics.hashed_draws import words as hashed_words
 from shoal.plans.grains import divide
 
 ROWS, ELEMENTS = 512, 513  # a number of elements that fills no whole word
@@ -17,31 +21,8 @@ COUNT = ROWS * ELEMENTS
 FAR = 6.0 / math.sqrt(COUNT)
 
 
-def words(key: int = 3, start: int = 0) -> Tensor:
-    return words_at(key, start, ROWS, ELEMENTS)
-
-
-def test_a_row_is_where_it_is_in_the_stream() -> None:
-    whole = words()
-    for start, rows in ((0, 1), (7, 3), (500, 12)):
-        assert torch.equal(words_at(3, start, rows, ELEMENTS), whole[start : start + rows])
-    assert not torch.equal(words(4), whole)
-    assert len({tuple(row.tolist()) for row in whole}) == ROWS
-
-
-def test_bits_are_even_and_rows_unrelated() -> None:
-    signs = (words() < 0).double() * 2 - 1
-    assert abs(float(signs.mean())) < FAR
-    for shift in (1, 2, 64):
-        assert abs(float((signs[shift:] * signs[:-shift]).mean())) < 1.2 * FAR
-        assert abs(float((signs[:, shift:] * signs[:, :-shift]).mean())) < 1.2 * FAR
-    other = (words(4) < 0).double() * 2 - 1
-    assert abs(float((signs * other).mean())) < FAR
-
-
-@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 1.0 - 2**-20])
-def test_the_share_that_is_kept(keep: float) -> None:
-    assert abs(float(keep_mask(words(), keep).double().mean()) - keep) < FAR * math.sqrt(keep * (1 - keep)) + 2**-32
+def words(elements: int = ELEMENTS) -> Tensor:
+    return hashed_words(row_keys(3, 5, np.arange(ROWS)), element_keys(elements, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -55,7 +36,7 @@ def test_uniform_numbers(dtype: torch.dtype) -> None:
 
 
 def test_normal_numbers() -> None:
-    found = normal(words_at(3, 0, ROWS, 512), torch.float64)
+    found = normal(words(512), torch.float64)
     assert found.shape == (ROWS, 512)
     assert abs(float(found.mean())) < FAR
     assert abs(float(found.var()) - 1.0) < FAR * math.sqrt(2.0)
@@ -64,11 +45,40 @@ def test_normal_numbers() -> None:
     assert torch.isfinite(found).all()
 
 
+def test_exponential_numbers() -> None:
+    found = exponential(words(), torch.float64)
+    assert float(found.min()) > 0.0
+    assert abs(float(found.mean()) - 1.0) < FAR
+    assert abs(float(found.var()) - 1.0) < FAR * math.sqrt(8.0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.alpha_dropout(x, 0.3, training=True),
+        lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: F.dropout1d(x, 0.3),
+        lambda x: F.gumbel_softmax(x)[..., :1],
+    ],
+)
+def test_other_functions_have_torchs_means(draw: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4096, 8, 4, generator=torch.Generator().manual_seed(1)).double()
+    with GrainScope(1, 2, divide(4096, 4096, 8)):
+        found = draw(x)
+    torch.manual_seed(1)
+    expected = draw(x)
+    # Whole channels of 4 elements are drawn together, so a mean has a quarter of the numbers.
+    error = 6.0 * math.sqrt(8.0 / (4096 * 8))
+    assert abs(float(found.mean() - expected.mean())) < error
+    assert abs(float(found.square().mean() - expected.square().mean())) < 4 * error
+
+
 def test_masks_do_not_depend_on_the_number_of_grains() -> None:
     x = torch.ones(64, 5)
     found = []
     for num_grains in (16, 32, 64):
-        with GrainScope(1, 2, divide(64, 64, num_grains), by_position=True):
+        with GrainScope(1, 2, divide(64, 64, num_grains)):
             found.append(F.dropout(x, 0.5))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -76,7 +86,7 @@ def test_masks_do_not_depend_on_the_number_of_grains() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_attention_by_position_is_torchs_where_nothing_is_dropped(mask: str, grouped: bool) -> None:
+def test_attention_scope_is_torchs_where_nothing_is_dropped(mask: str, grouped: bool) -> None:
     query, key, value = (torch.randn(8, heads, 6, 4) for heads in ((4, 2, 2) if grouped else (4, 4, 4)))
     seen = torch.ones(8, 1, 6, 6, dtype=torch.bool)
     seen[:, :, :, 4:] = False
@@ -88,7 +98,7 @@ def test_attention_by_position_is_torchs_where_nothing_is_dropped(mask: str, gro
         "float": {"attn_mask": torch.randn(6, 6)},
     }[mask]
     expected = F.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=grouped, **given)
-    with GrainScope(1, 2, divide(8, 8, 8), by_position=True) as scope:
+    with GrainScope(1, 2, divide(8, 8, 8)) as scope:
         found = F.scaled_dot_product_attention(
             query, key, value, dropout_p=2**-40, scale=0.3, enable_gqa=grouped, **given
         )

@@ -1,7 +1,9 @@
 """A grain's randomness and batch statistics do not depend on which grains share its forward."""
 
+import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.errors import JobMismatchError
 from shoal.numerics.generators import python_generators, seed_everything
-from shoal.numerics.grain_randomness import DrawCounter, GrainScope, NotFusibleError
+from shoal.numerics.grain_randomness import DrawCounter, GrainScope, NotFusibleError, active_scope
+from shoal.numerics.hashed_draws import dropout
 from shoal.numerics.isolation import without_modes
 from shoal.parallel.base import run_backward
 from shoal.plans.grains import Grain
@@ -20,6 +24,8 @@ GRAINS = [Grain(0, 0, 3), Grain(1, 3, 3), Grain(2, 6, 3), Grain(3, 9, 2)]
 ROWS = 11
 LSTM = nn.LSTM(2, 2, 2, dropout=0.5)
 ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+ATTENTION_OF_8 = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True), 2)
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -27,21 +33,19 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(1))
 
 
-def run(
-    forward: Forward, x: Tensor, grains: list[Grain], step: int = 4, *, by_position: bool = False
-) -> tuple[Tensor, GrainScope]:
-    with GrainScope(7, step, grains, by_position=by_position) as scope:
+def run(forward: Forward, x: Tensor, grains: list[Grain], step: int = 4) -> tuple[Tensor, GrainScope]:
+    with GrainScope(7, step, grains) as scope:
         found = forward(x)
         assert not scope.leaked()
     return found, scope
 
 
-def divided(forward: Forward, x: Tensor, runs: list[list[Grain]], *, by_position: bool = False) -> Tensor:
+def divided(forward: Forward, x: Tensor, runs: list[list[Grain]]) -> Tensor:
     parts = []
     for grains in runs:
         torch.rand(len(parts) + 1), random.random()  # what happens between microbatches is of no account
         own = x[grains[0].start : grains[-1].start + grains[-1].size]
-        parts.append(run(forward, own, grains, by_position=by_position)[0])
+        parts.append(run(forward, own, grains)[0])
     return torch.cat(parts)
 
 
@@ -84,26 +88,28 @@ FORWARDS: dict[str, tuple[Forward, tuple[int, ...]]] = {
     "poisson": (lambda x: torch.poisson(x.exp()), (5,)),
     "multinomial": (lambda x: torch.multinomial(x.exp(), 2).float(), (5,)),
     "attention": (attention, (2, 4, 3)),
+    "exponential_": (lambda x: x + torch.zeros_like(x).exponential_(2.0), (5,)),
+    "MultiheadAttention": (lambda x: ATTENTION(x, x, x)[0], (3, 4)),
+    "MultiheadAttention without weights": (lambda x: ATTENTION(x, x, x, need_weights=False)[0], (3, 4)),
+    "TransformerEncoder": (lambda x: ENCODER(x), (3, 4)),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (5,)),
     "BatchNorm2d": (nn.BatchNorm2d(5, track_running_stats=False), (5, 3, 3)),
     "BatchNorm1d and dropout": (nn.Sequential(nn.BatchNorm1d(5), nn.Dropout(0.5)), (5,)),
 }
 
 
-@pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("name", FORWARDS)
-def test_fused_grains_equal_single_ones_bit_for_bit(name: str, by_position: bool) -> None:
+def test_fused_grains_equal_single_ones_bit_for_bit(name: str) -> None:
     forward, shape = FORWARDS[name]
     x = rows(*shape)
-    fused, scope = run(forward, x, GRAINS, by_position=by_position)
+    fused, scope = run(forward, x, GRAINS)
     assert scope.calls or "p=1" in name
-    assert scope.calls == run(forward, x, GRAINS)[1].calls, "another rank skips as many"
-    assert torch.equal(divided(forward, x, [[g] for g in GRAINS], by_position=by_position), fused)
+    assert torch.equal(divided(forward, x, [[g] for g in GRAINS]), fused)
     runs = [GRAINS[:1], GRAINS[1:3], GRAINS[3:]]
-    assert torch.equal(divided(forward, x, runs, by_position=by_position), fused)
+    assert torch.equal(divided(forward, x, runs), fused)
     if "norm" not in name.lower() and "p=1" not in name:
-        assert not torch.equal(run(forward, x, GRAINS, step=5, by_position=by_position)[0], fused)
-        assert not torch.equal(fused[:3], run(forward, x[:3], [Grain(1, 3, 3)], by_position=by_position)[0])
+        assert not torch.equal(run(forward, x, GRAINS, step=5)[0], fused)
+        assert not torch.equal(fused[:3], run(forward, x[:3], [Grain(1, 3, 3)])[0])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,6 @@ def test_batch_norm_gradients_are_the_grains() -> None:
         lambda: torch.randperm(3),
         lambda: torch.manual_seed(3),
         lambda: LSTM(torch.zeros(ROWS, 3, 2)),
-        lambda: ATTENTION(*[torch.zeros(ROWS, 3, 4)] * 3),
     ],
 )
 def test_draws_past_the_scope_are_seen(draw: Callable[[], object]) -> None:
@@ -285,6 +290,83 @@ def test_a_mask_does_not_depend_on_strides() -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+class Shared(nn.Module):
+    """Draws by a module that is called twice, by a function, and by a module of its own in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.inner, self.last = (
+            nn.Dropout(0.5),
+            nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)),
+            nn.Dropout(),
+        )
+
+    def forward(self, x: Tensor, before: int = 0, *, recompute: bool = False) -> Tensor:
+        for _ in range(before):
+            F.dropout(x, 0.5)
+        x = self.drop(self.drop(x))
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=False) if recompute else self.inner(x)
+        return self.last(x)
+
+
+def in_scope(call: Callable[[], Tensor], model: nn.Module) -> tuple[Tensor, list[Any]]:
+    with GrainScope(7, 4, GRAINS, {module: name for name, module in model.named_modules()}) as scope:
+        found = call()
+        assert not scope.leaked()
+    return found, [site for sites in scope.sites.in_order for site in sites]
+
+
+def test_a_module_draws_what_its_name_and_its_own_count_say() -> None:
+    model, x = Shared(), torch.ones(ROWS, 5)
+    found, sites = in_scope(lambda: model(x), model)
+    assert sites == [("drop", 0), ("drop", 1), ("inner.1", 0), ("inner.1", 1), ("last", 0)]
+    _, sites = in_scope(lambda: F.dropout(model(F.dropout(x) * 0 + x, 2)), model)
+    assert sites[:3] == [("", 0), ("", 1), ("", 2)]
+    assert torch.equal(in_scope(lambda: model(x, 2), model)[0], found), "others' draws are of no account"
+    # An error that leaves a forward ends the module's turn; a call past the model belongs to no module.
+    with contextlib.suppress(RuntimeError):
+        in_scope(lambda: model(torch.ones(ROWS, 4)), model)
+    assert in_scope(lambda: nn.Dropout()(x), model)[1] == [("", 0)]
+
+
+def test_recomputation_finds_the_draws_of_its_forward() -> None:
+    """Modules that are called twice are recomputed in the reverse order."""
+    model, x = Shared(), rows(5)
+    found = []
+    for recompute in (False, True):
+        model.zero_grad()
+
+        def call(recompute: bool = recompute) -> Tensor:
+            output = model(x, recompute=recompute)
+            run_backward(output.square().sum())
+            return output
+
+        output, _ = in_scope(call, model)
+        found.append([output, *(p.grad for p in model.parameters())])
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_a_compiled_region_draws_at_the_same_sites() -> None:
+    """`inside` names modules whose calls torch has traced away; `keys_at` gives the keys of all draws in one tensor."""
+    model, x = Shared(), torch.ones(ROWS, 5)
+    device = x.device
+
+    def region() -> Tensor:
+        with active_scope().sites.inside("inner.1"):  # type: ignore[union-attr]
+            return F.dropout(x, 0.25)
+
+    with GrainScope(7, 4, GRAINS) as scope:
+        keys = scope.keys_at(["drop", "inner.1", "drop"], device)
+        assert scope.calls == 3
+    with GrainScope(7, 4, GRAINS):
+        assert torch.equal(region(), dropout(x, 0.25, keys[1]))
+    with GrainScope(7, 4, GRAINS, {module: name for name, module in model.named_modules()}):
+        model.drop(x)
+        assert torch.equal(model.drop(x), dropout(x, 0.5, keys[2]))
+
+
 def test_a_scope_that_is_left_goes_on_where_it_was() -> None:
     """A pipeline runs other microbatches between the forward and the backward of one."""
     x = torch.ones(4, 8)
@@ -297,7 +379,7 @@ def test_a_scope_that_is_left_goes_on_where_it_was() -> None:
     with GrainScope(1, 2, [Grain(1, 4, 4)]):
         F.dropout(x)
     with scope:
-        scope.skip(1)  # what a module on another rank draws
+        scope.pass_over({"": 1})  # what the module draws on another rank
         found.append(F.dropout(x))
         assert not scope.leaked()
     assert torch.equal(found[0], wanted[0])
@@ -305,11 +387,20 @@ def test_a_scope_that_is_left_goes_on_where_it_was() -> None:
 
 
 def test_draws_are_counted_without_drawing() -> None:
-    dropping = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Dropout())
+    dropping = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Dropout(), ATTENTION_OF_8)
     x = torch.ones(4, 8)
     with GrainScope(1, 2, [Grain(0, 0, 4)]) as scope:
-        with without_modes(), DrawCounter() as counter:
-            dropping(x)
+        with without_modes(), DrawCounter({module: name for name, module in dropping.named_modules()}) as counter:
+            dropping[:4](x)
+            ATTENTION_OF_8(x[None], x[None], x[None])
             torch.rand(4, 8)
         assert scope.calls == 0
-    assert counter.count == 3
+    assert counter.counts == {"0": 1, "3": 1, "4": 1, "": 1}
+
+
+def test_a_training_of_an_older_version_must_not_draw() -> None:
+    x = rows(5)
+    with GrainScope(0, 0, GRAINS, is_older=True):
+        nn.BatchNorm1d(5)(x)  # draws nothing
+        with pytest.raises(JobMismatchError, match="begin the training anew"):
+            F.dropout(x)

@@ -7,20 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.numerics.hashed_draws import at_site, at_sites, dropout, keep_mask, noise_of, noise_on_cpu, row_keys, words
+from shoal.numerics import hashed_draws
+from shoal.numerics.hashed_draws import SampleKeys, dropout, element_keys, noise_of, row_keys, site_key
+from shoal.plans.grains import divide
 
 ROWS, ELEMENTS = 1024, 1000
+CPU = torch.device("cpu")
 # Six standard errors of a mean of this many numbers of variance 1: passed by one draw in 5e8.
 FAR = 6.0 / math.sqrt(ROWS * ELEMENTS)
 
 
 def keys(seed: int = 3, step: int = 5, rows: int = ROWS, start: int = 0, name: str = "drop", count: int = 0) -> Tensor:
-    return at_site(row_keys(seed, step, np.arange(start, start + rows)), name, count)
+    return row_keys(seed, step, np.arange(start, start + rows)) ^ site_key(name, count, CPU)
+
+
+def words(keys: Tensor, elements: int) -> Tensor:
+    return hashed_draws.words(keys, element_keys(elements, CPU))
 
 
 def values(p: float, **which: int | str) -> Tensor:
     """Return a mask as numbers of mean 0 and variance 1."""
-    return (keep_mask(keys(**which), ELEMENTS, p).double() - (1 - p)) / math.sqrt(p * (1 - p))  # type: ignore[arg-type]
+    return (hashed_draws.keep_mask(keys(**which), element_keys(ELEMENTS, CPU), p).double() - (1 - p)) / math.sqrt(
+        p * (1 - p)
+    )  # type: ignore[arg-type]
 
 
 def test_numbers_of_a_row_depend_on_its_position_alone() -> None:
@@ -63,13 +72,16 @@ def test_each_bit_of_a_word_is_even() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(8, 64), (3, 5, 7), (2, 1), (300, 7, 301)])
 def test_eager_code_on_a_cpu_has_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    own = keys(rows=shape[0]), element_keys(math.prod(shape[1:]), CPU)
+    eager = SampleKeys(3, 5, divide(shape[0], shape[0], 3))
     for p in (0.1, 0.5, 1e-12):
-        own = keys(rows=shape[0])
-        assert torch.equal(noise_on_cpu(shape, p, dtype, own), noise_of(shape, p, dtype, own))
+        noise = eager.noise(("drop", 0), shape, p, dtype, CPU)
+        assert noise.dtype == dtype
+        assert torch.equal(noise, noise_of(shape, p, dtype, *own))
 
 
 def test_dynamo_traces_a_dropout_whole() -> None:
     x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(lambda x, k: dropout(x, 0.4, k[1]), backend="aot_eager", fullgraph=True)
-    both = at_sites(row_keys(3, 5, np.arange(8)), [("a", 0), ("drop", 2)])
-    assert torch.equal(compiled(x, both), dropout(x, 0.4, keys(rows=8, count=2)))
+    compiled = torch.compile(lambda x, k: dropout(x, 0.4, k[0]), backend="aot_eager", fullgraph=True)
+    own = keys(rows=8, count=2)
+    assert torch.equal(compiled(x, own[None]), dropout(x, 0.4, own))

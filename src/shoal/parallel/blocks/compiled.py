@@ -328,19 +328,19 @@ class Backend:
                     raise _HiddenError(f"{node.target} within a function that is one operation of the graph")
         graph.recompile()
         parts: dict[torch.fx.Node, int] = {}
-        kinds: list[str | None] = []  # of each part: the block, or None if it runs under the scope
+        kinds: list[tuple[bool, str]] = []  # of each part: whether it runs under the scope, and the module or block
         for node in graph.graph.nodes:
             if not node.op.startswith("call_"):
                 continue
             name = ".".join(_modules(node))
             block = next((b for b in self.regions.blocks if f".{b}." in f".{name}."), "")
-            kind = None if _needs_scope(node) else block
-            if kind is None:
+            kind = (True, name) if _needs_scope(node) else (False, block)
+            if kind[0]:
                 self.regions.cuts.add(f"{getattr(node.target, '__name__', node.target)} in {name or 'the forward'}")
             if not kinds or kinds[-1] != kind:
                 kinds.append(kind)
             parts[node] = len(kinds) - 1
-        if len(kinds) < 2 and None not in kinds:
+        if len(kinds) < 2 and not any(is_cut for is_cut, _ in kinds):
             compiled: Function = self.compiler(graph, inputs)
             return compiled
         if any(getattr(node.target, "__name__", "") in _STATES for node in parts):
@@ -350,8 +350,8 @@ class Backend:
         whole: torch.fx.GraphModule = split_module(graph, nn.Module(), lambda node: parts[node])
         for name, child in list(whole.named_children()):
             assert isinstance(child, torch.fx.GraphModule)
-            is_cut = kinds[int(name.rpartition("_")[2])] is None
-            child.forward = _under_scope(_source(child)) if is_cut else self._compile(child)
+            is_cut, module = kinds[int(name.rpartition("_")[2])]
+            child.forward = _under_scope(_source(child), module) if is_cut else self._compile(child)
         return _source(whole)
 
     def _compile(self, graph: torch.fx.GraphModule) -> Function:
@@ -398,9 +398,10 @@ def _source(graph: torch.fx.GraphModule) -> Function:
     return graph.forward
 
 
-def _under_scope(call: Function) -> Function:
+def _under_scope(call: Function, module: str = "") -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._EnableTorchFunction():
+        scope = active_scope()
+        with torch._C._EnableTorchFunction(), scope.sites.inside(module) if scope else contextlib.nullcontext():
             return call(*args, **kwargs)
 
     return run

@@ -166,12 +166,13 @@ class StageShapes:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
         self._device = device
-        self._known: dict[Any, tuple[Outline, int]] = {}
+        self._known: dict[Any, tuple[Outline, Mapping[str, int]]] = {}
         self.is_running = False
 
     def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Return a substitute for a module's output, and skip the random draws that the call would have made."""
+        """Return a substitute for a module's output, and count the random draws that the call would have made."""
         name = step.name
         leaves, spec = tree_flatten((args, kwargs))
         kind = self._device.type
@@ -194,7 +195,7 @@ class StageShapes:
                 with value_free.in_place(module, {}):
                     given = value_free.fakes_of(leaves)
                     args, kwargs = tree_unflatten(given, spec)
-                    with value_free.running(), DrawCounter() as counter:
+                    with value_free.running(), DrawCounter(self._names) as counter:
                         output = forward(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise JobError(
@@ -205,11 +206,11 @@ class StageShapes:
                 ) from error
             finally:
                 self.is_running = False
-            known = self._known[key] = Outline.of(output, given), counter.count
-        outline, num_draws = known
+            known = self._known[key] = Outline.of(output, given), counter.counts
+        outline, draws = known
         output, scope = outline.filled(leaves, step.do is Do.DENSE), active_scope()
-        if num_draws and scope is not None:
-            scope.skip(num_draws)
+        if draws and scope is not None:
+            scope.pass_over(draws)
         return output
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.numerics.hashed_draws import noise_of
+
 _DEFINED = torch.library.Library("shoal_profiling", "DEF")
 _DEFINED.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal) -> (Tensor, Tensor)"
@@ -177,23 +179,15 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.ops.aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
 
 
-def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
-    """Return the dropout of `GrainScope`: it draws and scales a mask in the input's dtype, then multiplies."""
-
-    def dropout_of_grain(input: Tensor, p: float, train: bool) -> Tensor:
-        if not train or p == 0.0:
-            return input
-        with torch.no_grad():
-            noise = torch.empty_like(input)
-            if on_cpu:
-                words = torch.empty((noise.numel() + 1) // 2, dtype=torch.int64).random_()
-                noise.copy_((words.view(torch.int32)[: noise.numel()] < 0).view_as(noise))
-            else:
-                noise.bernoulli_(1.0 - p)
-            noise.div_(1.0 - p)
-        return input * noise
-
-    return dropout_of_grain
+def dropout_by_grain(input: Tensor, p: float, train: bool) -> Tensor:
+    """Return the dropout of `GrainScope`: it hashes and scales a mask in the input's dtype, then multiplies."""
+    if not train or p == 0.0:
+        return input
+    with torch.no_grad():
+        keys = torch.empty(2, len(input), dtype=torch.int32)
+        columns = torch.empty(math.prod(input.shape[1:]), dtype=torch.int32)
+        noise = noise_of(input.shape, p, input.dtype, keys, columns)
+    return input * noise
 
 
 # Operators that autocast computes in float32 on CUDA but not on the CPU: docs.pytorch.org/docs/stable/amp.html.
@@ -228,8 +222,7 @@ def as_on(device: str, by_grain: bool) -> Iterator[None]:
     try:
         library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradCPU")
         if by_grain or device != "cpu":
-            drop = dropout_by_grain(device == "cpu") if by_grain else dropout
-            library.impl("dropout", drop, "AutogradCPU")
+            library.impl("dropout", dropout_by_grain if by_grain else dropout, "AutogradCPU")
         if device != "cpu":
             library.impl("rms_norm", rms_norm, "AutogradCPU")
             library.impl("lstm.input", lstm, "AutogradCPU")

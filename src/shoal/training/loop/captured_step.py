@@ -99,7 +99,7 @@ class StepGraph:
         self._known, self._others = self._numbers[:num_known].view(-1, NUM_SUMS), self._numbers[num_known:]
         self._masked = torch.ones((), dtype=torch.bool, device=device)
         scoped = self._microbatches if shape.policy.randomness == "scoped" else []
-        self._draws = [CapturedScope(parts.job.seed, one.grains, device) for one in scoped]
+        self._draws = [CapturedScope(parts.job.seed, one.grains, device, parts.computer.names) for one in scoped]
         self._recording: Recording | None = None
         self._error: Exception | None = None  # of this rank's passes, while other ranks sum
         self._lasting = [tensor.detach() for tensor in lasting_tensors(parts)]  # their memory must not be reused
@@ -150,20 +150,16 @@ class StepGraph:
                 before = all_generators()
                 # Under a dispatch mode torch.compile compiles nothing: then the capture itself has to find what fails.
                 is_free = first or (self._parts.computer.regions.names and self._parts.computer.regions.enabled)
-                results = recorder.warm_up(
-                    self.body, contextlib.nullcontext() if is_free else CaptureRules(self._draws)
-                )
+                results = recorder.warm_up(self.body, contextlib.nullcontext() if is_free else CaptureRules())
                 if not (first and self._draws) and all_generators() != before:
                     raise NotCapturableError("it draws random numbers outside of torch's functions")
-                for draws in self._draws:
-                    draws.close()
         with self._together():
             if not self.fits():
                 raise NotCapturableError("its forward puts other tensors in the place of buffers")
             if any(results[-1].tolist()):
                 raise NotCapturableError("other parameters have gradients than in the last step")
             fill()
-            self._recording = recorder.record(self.body, self._draws)
+            self._recording = recorder.record(self.body)
             self._gradients = [(p, p.grad) for p in self._parts.parameters]
             self._trained = next((pair for pair in self._gradients if pair[1] is not None), None)
         with self._together():
@@ -389,8 +385,6 @@ class CapturedStep:
                 raise NotCapturableError(f"a batch has a {type(odd).__name__} in it: use tensors and numbers")
             if shape.policy.randomness == "opaque":
                 raise NotCapturableError("the model draws at random in ways that cannot be told apart by grain")
-            if shape.policy.by_position and parts.mesh.device.type == "cpu":
-                raise NotCapturableError("it draws random numbers on the host")
             graph = StepGraph(parts, shape, loaded)
             with parts.clock.paused(), unchanged(parts):
                 graph.capture(self._recorder, lambda: graph.fill(loaded, scale, True))
@@ -465,14 +459,13 @@ class Recording:
 
 
 class CaptureRules(TorchDispatchMode):
-    """Context that refuses operations which a replay cannot repeat: reads, values of the host, unseeded draws.
+    """Context that refuses operations which a replay cannot repeat: reads, values of the host, draws from generators.
 
-    `draws`: the scopes that seed random operations before each replay. Backwards in a device's thread are checked too.
+    Backwards in a device's thread are checked too.
     """
 
-    def __init__(self, draws: Sequence[CapturedScope]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -482,7 +475,7 @@ class CaptureRules(TorchDispatchMode):
             )
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
             raise NotCapturableError(f"shapes depend on values: {func.overloadpacket}; use a mask")
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._is_repeated(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
             raise NotCapturableError(f"it draws random numbers that are no grain's: {func.overloadpacket}")
         result = func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.lift_fresh and not result.is_cpu:  # torch.tensor(..., device=...)
@@ -496,14 +489,10 @@ class CaptureRules(TorchDispatchMode):
             )
         return result
 
-    def _is_repeated(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return True if a random operation draws nothing, or draws from a generator seeded before each replay."""
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("dropout_p") == 0.0 or any(draws.drawing is not None for draws in self._draws):
-            return True
-        own = named.get("generator")  # may be another Python object for one of the scope's generators
-        seeds = {generator.initial_seed() for draws in self._draws for generator in draws.all_generators}
-        return own is not None and own.initial_seed() in seeds
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return bool(named.get("dropout_p") == 0.0)
 
 
 class Recorder(ABC):
@@ -514,7 +503,7 @@ class Recorder(ABC):
         """Call a function without a capture, under `rules`, to finish work that only a first call does."""
 
     @abstractmethod
-    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
+    def record(self, body: Body) -> Recording:
         """Capture a warmed-up function. Its outputs have values only after a replay. Raises: errors of the body."""
 
 
@@ -536,10 +525,8 @@ class CudaRecorder(Recorder):
         now.wait_stream(self._stream)
         return outputs
 
-    def record(self, body: Body, draws: Sequence[CapturedScope]) -> Recording:
+    def record(self, body: Body) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        for generator in (generator for own in draws for generator in own.all_generators):
-            graph.register_generator_state(generator)
         # torch registers the device's global generator with every capture, and releases it only after a successful one.
         own = torch.cuda.default_generators[self._device.index or 0]
         state = own.get_state()

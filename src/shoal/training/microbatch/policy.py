@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from shoal.errors import JobError
 from shoal.jobs.job import Job
-from shoal.plans.grains import FEW_GRAINS
 
 # none: the model draws no random numbers and has no batch statistics. scoped: it computes under a GrainScope. opaque:
 # its draws cannot be divided by grain, so each grain is computed separately with generators seeded for this grain.
@@ -28,8 +27,8 @@ class MicrobatchPolicy:
 
     `fuse`: neighbouring grains may share a forward. `coupled`: why they may not, in words, as far as it is known.
     `buffers`: names of the buffers that the forward changes. `rules`: (name, rule) of each such buffer with a known
-    rule, sorted. `by_position`: random numbers are drawn for all grains at once (decision 0029). Checkpoints of older
-    versions lack it, which means False. `kept_state`: Python state that the job allows to differ by layout.
+    rule, sorted. `by_hash`: the training began with random numbers by hash (decision 0060). Older checkpoints
+    lack it, which means False. `kept_state`: Python state that the job allows to differ by layout.
     """
 
     grains_per_microbatch: int
@@ -37,14 +36,14 @@ class MicrobatchPolicy:
     fuse: bool = True
     buffers: tuple[str, ...] = ()
     coupled: str = ""
-    by_position: bool = False
+    by_hash: bool = True
     kept_state: tuple[str, ...] = ()
     rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
         """Return the policy before the probe of the first batch."""
-        return cls(grains_per_microbatch, fuse=job.fuse, by_position=job.num_grains > FEW_GRAINS)
+        return cls(grains_per_microbatch, fuse=job.fuse)
 
     @property
     def effective_grains(self) -> int:
@@ -59,7 +58,9 @@ class MicrobatchPolicy:
     def from_json(cls, document: dict[str, Any]) -> MicrobatchPolicy:
         """Build a policy from the value of `to_json`."""
         lists = {name: tuple(document.get(name, ())) for name in ("buffers", "kept_state")}
-        return cls(**{**document, **lists, "rules": tuple(sorted(document.get("rules", {}).items()))})
+        known = {"by_hash": False, **document, **lists, "rules": tuple(sorted(document.get("rules", {}).items()))}
+        known.pop("by_position", None)  # of older versions
+        return cls(**known)
 
     def with_care_of(self, other: MicrobatchPolicy) -> MicrobatchPolicy:
         """Combine both policies. Each field takes the more conservative value."""
@@ -69,7 +70,7 @@ class MicrobatchPolicy:
             self.fuse and other.fuse,
             tuple(sorted({*self.buffers, *other.buffers})),
             self.coupled or other.coupled,
-            self.by_position and other.by_position,
+            self.by_hash and other.by_hash,
             tuple(sorted({*self.kept_state, *other.kept_state})),
             tuple(sorted({**dict(other.rules), **dict(self.rules)}.items())),
         )

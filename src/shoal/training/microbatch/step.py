@@ -233,8 +233,13 @@ class LossComputer:
 
     def grain_scope(self, microbatch: Microbatch) -> GrainScope:
         """Return the scope of a microbatch's random numbers and batch statistics."""
-        by_position = self.computation.by_position
-        return GrainScope(self.job.seed, microbatch.step, microbatch.grains, by_position=by_position)
+        is_older = not self.computation.by_hash
+        return GrainScope(self.job.seed, microbatch.step, microbatch.grains, self.names, is_older=is_older)
+
+    @functools.cached_property
+    def names(self) -> dict[nn.Module, str]:
+        """Names of the model's modules."""
+        return {module: name for name, module in self.model.named_modules()}
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""

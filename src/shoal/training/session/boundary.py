@@ -17,6 +17,7 @@ from shoal.jobs.job import watched_by
 from shoal.numerics.precision import LossScale
 from shoal.training.callbacks.base import RunFacts
 from shoal.training.callbacks.calls import CallbackCalls, Settled
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observer import StepClock
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.meeting import Meeting, StopRequests, Word, meet
@@ -70,7 +71,9 @@ class LoopBoundary:
         base, model, plan, mesh = self._base, self._passes.sharded_model, self._base.plan, self._mesh
         training, replay = base.training, base.replay
         scale = LossScale.of(plan.precision.loss_scale, base.precision.compute)
-        self.state = (self.saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
+        self.state = (self.saving.load(scale) if training.resume else None) or RunState(
+            loss_scale=scale, computation=MicrobatchPolicy.of(base.job, plan.batch.grains_per_microbatch).to_json()
+        )
         self.state.grains = base.job.grains
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(self.state.step, plan.batch.grains_per_microbatch if fuse else 1)

@@ -261,8 +261,7 @@ class BatchPasses:
         # The loop computes the loss. Each microbatch is seeded, differently in each pass.
         job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
         policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
-        by_position = policy.by_position and not base.older
-        policy = replace(policy, randomness="scoped" if base.training.fuse else "opaque", by_position=by_position)
+        policy = replace(policy, randomness="scoped" if base.training.fuse else "opaque", by_hash=not base.older)
         computer = LoopComputer(job, self._root, base.precision, policy)
         parts = self._parts(strategy=self._way.strategy, computer=computer)
         factor = loss_scale.factor(base.job.global_batch)

@@ -33,7 +33,7 @@ from shoal.training.session.passes import Base
 
 @dataclass(frozen=True)
 class Resumed:
-    """Training that a Session resumes. `grains`: None for a new training. `older`: an older version began it."""
+    """Training that a Session resumes. `grains`: None for a new one. `older`: it began before draws by hash."""
 
     grains: int | None = None
     older: bool = False
@@ -46,8 +46,10 @@ def resumed(training: Training) -> Resumed:
     store = Store(Path(training.checkpoints))
     for step in reversed(store.steps()):
         with contextlib.suppress(ManifestError):
-            grains = store.open(step).document["run"].get("grains")
-            return Resumed(grains or FEW_GRAINS, older=grains is None)
+            run = store.open(step).document["run"]
+            return Resumed(
+                run.get("grains") or FEW_GRAINS, older=not (run.get("computation") or {}).get("by_hash", False)
+            )
     return Resumed()
 
 

@@ -78,7 +78,8 @@ def computed(model: nn.Module, sizes: tuple[int, ...]) -> list[Tensor]:
     """The total, the gradients and the buffers of a microbatch."""
     inputs = torch.randn(sum(sizes), 8, generator=torch.Generator().manual_seed(5))
     model.zero_grad()
-    with GrainScope(1, 2, grains(*sizes)) as scope:
+    names = {module: name for name, module in model.named_modules()}
+    with GrainScope(1, 2, grains(*sizes), names) as scope:
         total = model(inputs).square().sum()
         run_backward(total)
         assert not scope.leaked()

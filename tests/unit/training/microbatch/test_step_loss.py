@@ -198,12 +198,12 @@ def test_the_more_careful_of_two_computations() -> None:
     assert [c.effective_grains for c in (one, two, MicrobatchPolicy(8, "opaque"))] == [8, 1, 1]
 
 
-def test_a_checkpoint_of_before_keeps_a_generator_a_grain() -> None:
+def test_a_checkpoint_of_before_knows_no_draws_by_hash() -> None:
     """Its policy does not say how numbers are drawn."""
-    now = MicrobatchPolicy(4, by_position=True)
-    saved = {name: value for name, value in MicrobatchPolicy(4).to_json().items() if name != "by_position"}
-    assert not now.with_care_of(MicrobatchPolicy.from_json(saved)).by_position
-    assert now.with_care_of(MicrobatchPolicy.from_json(now.to_json())).by_position
+    now = MicrobatchPolicy(4)
+    saved = {name: value for name, value in now.to_json().items() if name != "by_hash"} | {"by_position": True}
+    assert not now.with_care_of(MicrobatchPolicy.from_json(saved)).by_hash
+    assert now.with_care_of(MicrobatchPolicy.from_json(now.to_json())).by_hash
 
 
 def test_a_model_that_raises_is_told_with_its_place() -> None:
