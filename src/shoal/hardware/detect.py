@@ -47,12 +47,16 @@ def here() -> Cluster:
     return load(path) if path.is_file() else detected()
 
 
+def cache_folder() -> Path:
+    """Return the directory of shoal's files that belong to this host."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "shoal"
+
+
 def measured_file() -> Path:
     """Return the path of `shoal bench`'s measurements here, keyed by host name, processor, cores and GPUs."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node()) or "host"
     kind = f"{processor()} {cores()} {' '.join(gpus())}"
-    return Path(folder) / "shoal" / "hardware" / f"{host}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}.toml"
+    return cache_folder() / "hardware" / f"{host}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}.toml"
 
 
 def cores() -> int:

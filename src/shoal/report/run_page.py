@@ -130,12 +130,14 @@ def facts(account: Account) -> list[tuple[str, str]]:
         cost = f"{dollars(account.cost.dollars)}: {devices} at {dollars(account.cost.per_device_hour)} an hour"
     effective = f"{share(ettr)} of the training's time brought steps that are in the result" if ettr is not None else ""
     median = "median" if account.blocks is None else "median, an estimate from means of blocks"
+    compiled = account.result.get("compile_seconds")
     rows = [
         ("trained", trained),
         ("on", f"{ranks}; {layout_of(account)}"),
         ("ended", f"{account.status} after step {account.steps:,}{of}: {account.ending}"),
         ("loss", "; ".join(losses)),
         ("time", f"{seconds(account.wall.seconds)}{between}; a step {seconds(account.step_times.median)} ({median})"),
+        ("compiled", f"{seconds(compiled)} in torch's compiler" if compiled else ""),
         ("records", f"{account.blocks}; times by part, samples and bytes are exact sums" if account.blocks else ""),
         ("rate", _rate(rates.step_samples, rates.overall_samples, "samples")),
         ("tokens", _rate(rates.step_tokens, rates.overall_tokens, "tokens")),

@@ -247,6 +247,7 @@ class RunRecord:
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, if watched
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
     look_seconds: float | None = None  # for probes of the job, on rank 0
+    compile_seconds: float | None = None  # in torch's compiler, on rank 0, if the plan compiles
     resumed_from: int | None = None
     restarts: int = 0  # number in this call, after lost ranks
     ettr: float | None = None  # effective training time ratio of this call, 0 to 1: docs/recovery.md

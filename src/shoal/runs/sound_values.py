@@ -67,7 +67,8 @@ _Table = dict[str, Any] | None
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("status", "sample_digest", "weights_sha256", "certificate"), str | None),
     **dict.fromkeys(("steps", "samples", "world_size", "eval_samples", "restarts", "skipped_steps"), int),
-    **dict.fromkeys(("train_loss", "wall_seconds", "first_step_seconds", "look_seconds"), float | None),
+    **dict.fromkeys(("train_loss", "wall_seconds", "first_step_seconds"), float | None),
+    **dict.fromkeys(("look_seconds", "compile_seconds"), float | None),
     **dict.fromkeys(("error", "ended_by", "ended_early", "best", "compression", "computation"), _Table),
     "resumed_from": int | None,
     "metrics": dict[str, float | None],

@@ -262,6 +262,8 @@ def conclude(
             f"warning: train_data ended after {early['samples']} of {early['wanted_samples']} samples; each item "
             "counts as one sample: let a stream of batches yield its samples one by one"
         )
+    if result.compile_seconds:
+        reporter.note(f"  {result.compile_seconds:.1f} s in torch's compiler, most of it in the first step")
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
         reporter.note(f"  {as_line(result.prediction)}")
     if result.server is not None and result.server.get("warning"):

@@ -494,6 +494,7 @@ class Result:
             wall_seconds=time.time() - self.started_at,
             first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
             look_seconds=round(engine.computer.look_seconds, 6),
+            compile_seconds=round(regions.seconds, 3) if (regions := engine.computer.regions).names else None,
             resumed_from=self.resumed_from,
             restarts=self.restarts,
             ettr=self.ettr(),

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import PlanError, SettingWarning
+from shoal.hardware.detect import cache_folder
 from shoal.numerics.batch_statistics import BATCH_NORM, normalised_at_once
 from shoal.numerics.grain_randomness import active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
@@ -156,10 +157,10 @@ def compile_blocks(
 
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
         pipeline.stages.compile(regions.around)
-    elif exact or plan.shards_model or recomputed(model):  # the same regions on every number of ranks
+    elif plan.shards_model or recomputed(model):
         by_block()
-    else:
-        regions.blocks = blocks if plan.layout.divides_grains > 1 else ()
+    else:  # in exact mode the same regions on every number of ranks
+        regions.blocks = blocks if plan.layout.divides_grains > 1 and not exact else ()
         if loss is None:
             model.forward = regions.around(type(model).__name__, model.forward)
         else:
@@ -192,6 +193,11 @@ def _require_compiler(device: torch.device) -> None:
 
 def _inductor(kind: str, device: torch.device, exact: bool) -> Function:
     """Return Inductor as the compiler of graphs for a mode of torch.compile, and prepare this process for it."""
+    # torch's own place is emptied when the host starts. Without the right to write there, torch chooses one.
+    with contextlib.suppress(OSError):
+        folder = cache_folder() / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     # Loaded only here: the imports take more than a second.
     dynamo, inductor = importlib.import_module("torch._dynamo"), importlib.import_module("torch._inductor")
     compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
@@ -276,7 +282,7 @@ class Region:
             if isinstance(error, BackendCompilerFailed) and not isinstance(error.inner_exception, _HiddenError):
                 raise _failed(error) from error
             why = f"{type(error).__name__}: {_first_lines(error)}"
-            if regions.exact:
+            if regions.exact and (self._instead is None or len(self._compiled) > 1):
                 raise PlanError(
                     given=f"a plan with execution.compile in exact mode, and {self.name}",
                     conflict=f"it cannot be compiled, or not for one more shape: {why}",

@@ -236,8 +236,9 @@ def put_by_plan(model: nn.Module, of: shoal.Plan) -> list[str]:
 def test_blocks_or_else_the_whole() -> None:
     assert put_by_plan(stack(), plan(compile="none")) == []
     assert put_by_plan(stack(), plan(compile="default")) == ["Sequential"]
-    assert put_by_plan(stack(), plan(compile="default", exact=True)) == ["1", "2", "3"]
-    assert put_by_plan(nn.Linear(2, 2), plan(compile="default", exact=True)) == ["Linear"]
+    sharded = plan(compile="default").with_sections(layout={"shard": 2})
+    assert put_by_plan(stack(), sharded) == ["1", "2", "3"]
+    assert put_by_plan(nn.Linear(2, 2), sharded) == ["Linear"]
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     recompute(model, "full")
     assert put_by_plan(model, plan(compile="default")) == ["[0:2]"]
