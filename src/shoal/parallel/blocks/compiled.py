@@ -147,7 +147,7 @@ def compile_blocks(
         for name, owner in [*(again or modules or {type(model).__name__: model}).items(), *rest]:
             if not any(name.startswith(f"{other}.") for other, _ in rest):
                 owner.forward = regions.around(name, owner.forward)
-        if loss is not None:
+        if loss is not None and not plan.shards_model:  # torch would trace the hooks that gather the parameters
             model.forward = _Apart(model.forward)
             own = regions.around("the loss", loss, is_whole=False)
             if regions.whole is None:
