@@ -27,14 +27,14 @@ def send(values: Tensor, into: Tensor) -> None:
 
 
 class Constants(dict[tuple[int, ...], Tensor]):
-    """Small integers on a device by value. They stay there, so that steady and captured steps send none."""
+    """Small integers on a device by value, as float64. They stay there, so that steady and captured steps send none."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
 
     def __missing__(self, key: tuple[int, ...]) -> Tensor:
-        self[key] = constant = sent(torch.tensor(key), self._device)
+        self[key] = constant = sent(torch.tensor(key, dtype=torch.float64), self._device)
         return constant
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.numerics import device_reads
 from shoal.numerics.operators import as_real
 
 # A float32 sum of 256 squares in eight lanes is off by about 36 u at most, and a norm by 18 u, which is 1e-6.
@@ -25,6 +26,8 @@ _SMALL = 4096
 # Squares of numbers near the ends of float32's range leave the range. Elements below 1e-19 lose bits; 10^9 of them add
 # less than 1e-9 to the square of a norm above this bound.
 _LEAST = 1e-10
+# On a GPU one kernel adds the squares of all of them in float64, in which float32's squares stay in range.
+_FOR_MANY = {(torch.float32, True)}
 _device, _layout = operator.attrgetter("device"), operator.attrgetter("layout")
 # Float64 sums in different orders agree in these bits of the norm, unless it lies within 1e-15 of a tie.
 _BITS, _WIDE_BITS = 24, 40
@@ -77,6 +80,10 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
         return None
     if set(map(_layout, gradients)) != {torch.strided}:
         gradients = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
+    if device_reads.waits(gradients[0].device) and {(g.dtype, g.numel() > 0) for g in gradients} == _FOR_MANY:
+        norms = torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float64))
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        return norm
     large, small = _by_size(tuple(map(Tensor.numel, gradients)))
     pieces: list[Tensor] = []  # few elements, with the same norm as the gradients
     for place in large:
@@ -86,7 +93,7 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
         pieces = [piece.cpu() for piece in pieces]
     # One call: a view of each piece would take four times as long.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
-    norm: Tensor = torch.linalg.vector_norm(as_real(flat).flatten() if flat.is_complex() else flat, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(as_real(flat).flatten() if flat.is_complex() else flat, dtype=torch.float64)
     return norm
 
 

@@ -249,16 +249,17 @@ class QueuedSums:
 
     `sums`: float64. `failures` [3]: the two flags, and the number of parameters for which the presence of a gradient
     differs from the last step that was read at once. `rows`: float32 [world_size, n], or None if they did not travel
-    with the sums.
+    with the sums. `fails`: False if the host knows that there is no failure.
     """
 
     sums: Tensor
     failures: Tensor
     rows: Tensor | None
+    fails: bool = True
 
-    def packed(self, good: Tensor, norm: Tensor) -> Tensor:
-        """Return one float64 vector for a single read: `good`, `norm`, failures, sums, and any rows."""
-        parts = [good.reshape(1), norm.reshape(1), self.failures, self.sums]
+    def packed(self, bad: Tensor, norm: Tensor) -> Tensor:
+        """Return one float64 vector for a single read: `bad`, `norm`, failures, sums, and any rows."""
+        parts = [bad.reshape(1), norm.reshape(1), self.failures, self.sums]
         parts += [self.rows.flatten()] if self.rows is not None else []
         return torch.cat([part.double() for part in parts])
 

@@ -28,6 +28,7 @@ from shoal.numerics import device_reads
 from shoal.numerics.gradient_norm import norm_tensor
 from shoal.numerics.operators import as_real, in_dtype, real_numel, views_of
 from shoal.parallel.base import (
+    NO_FAILURES,
     NUM_SUMS,
     WEIGHT,
     AccumulatingStrategy,
@@ -111,6 +112,7 @@ class GradientBuckets:
         self._usual: list[bool] = []
         self._used: list[bool] = []  # the same in this step: on this rank, and on any rank after `finish`
         self._gradients: list[Tensor | None] = []  # without buckets
+        self.num_odd = 0  # parameters that differ from the last finished step, of one rank's last queued step
         self._constants = device_reads.Constants(device)
         self._armed = False
         self._open = False  # between begin and finish; outside, another strategy may use the same parameters
@@ -230,17 +232,14 @@ class GradientBuckets:
     def queue(self, flags: Flags, extras: Tensor) -> tuple[Tensor, Tensor]:
         """Do the same as `finish`, without waiting, for the parameters with a gradient in the last `finish`.
 
-        Returns: float32 [3] of flags and the number of parameters that differ from the last `finish`, and `extras`;
+        Returns: [3] of flags and the number of parameters that differ from the last `finish`, and `extras`;
         both on the device.
         """
-        device, tail = extras.device, self._send(flags, extras)
+        tail = self._send(flags, extras)
         self._give(self._usual)
         if tail is None:
-            odd = sum(a != b for a, b in zip(self._used, self._usual, strict=True))
-            if not (flags.errors or flags.redo or odd):  # avoids a copy from the host
-                return torch.zeros(3, device=device), extras
-            status = torch.tensor([flags.errors, flags.redo, odd], dtype=torch.float32)
-            return device_reads.sent(status, device), extras
+            self.num_odd = sum(a != b for a, b in zip(self._used, self._usual, strict=True))
+            return self._constants[flags.errors, flags.redo, self.num_odd], extras
         tail = tail.float()
         used_there = tail[_NUM_FLAGS : self._num_status] > 0
         odd_there = (used_there != self._constants[tuple(self._usual)]).sum().float().reshape(1)
@@ -395,7 +394,7 @@ class DataParallel(AccumulatingStrategy):
         if world_size == 1 or not self._in_buckets:
             failures, _ = self._buckets.queue(flags, torch.empty(0, device=device))
             if world_size == 1:
-                return QueuedSums(sums, failures, None)
+                return QueuedSums(sums, failures, None, fails=flags != NO_FAILURES or self._buckets.num_odd > 0)
             failures[-1] += self._num_odd()
             return QueuedSums(*queued_sums(sums, failures), None)
         failures, extras = self._buckets.queue(flags, self._extras(sums, row))

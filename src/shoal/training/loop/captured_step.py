@@ -70,7 +70,10 @@ class StepShape:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """Step with all operations queued. `masks_next`: bool []. `numbers`: the vector from `QueuedSums.packed`."""
+    """Step with all operations queued. `numbers`: the vector from `QueuedSums.packed`.
+
+    `masks_next`: float32 [], 1.0 if the next step must change nothing.
+    """
 
     step: UnreadStep
     masks_next: Tensor
@@ -97,7 +100,7 @@ class StepGraph:
         num_known = NUM_SUMS * len(loaded)
         self._numbers = torch.zeros(num_known + 1 + len(optimizer.param_groups), dtype=torch.float64, device=device)
         self._known, self._others = self._numbers[:num_known].view(-1, NUM_SUMS), self._numbers[num_known:]
-        self._masked = torch.ones((), dtype=torch.bool, device=device)
+        self._masked = torch.ones((), device=device)
         scoped = self._microbatches if shape.policy.randomness == "scoped" else []
         self._draws = [CapturedScope(parts.job.seed, one.grains, device, parts.computer.names) for one in scoped]
         self._recording: Recording | None = None
@@ -109,7 +112,7 @@ class StepGraph:
 
     @property
     def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
-        """Outputs of the replayed step: packed numbers, whether the next step is masked (bool []), and the sums."""
+        """Outputs of the replayed step: packed numbers, whether the next step is masked (float32 []), and the sums."""
         assert self._recording is not None
         numbers, masks_next, sums, failures = self._recording.outputs
         return numbers, masks_next, QueuedSums(sums, failures, None)
@@ -129,10 +132,10 @@ class StepGraph:
         rates = [float(group["lr"]) for group in self._parts.updater.optimizer.param_groups]
         numbers += [scale.factor(self._parts.job.global_batch), *rates]
         device_reads.send(torch.tensor(numbers, dtype=torch.float64), self._numbers)
-        if isinstance(masked, Tensor):
-            self._masked.copy_(masked)
-        else:
+        if not isinstance(masked, Tensor):
             self._masked.fill_(masked)
+        elif masked is not self._masked:
+            self._masked.copy_(masked)
         for draws in self._draws:
             draws.seed(loaded[0].microbatch.step)
 
@@ -231,9 +234,10 @@ class StepGraph:
         queued = passes.queue(flags, NO_ROW)
         rates = narrow[1:].unbind() if parts.job.schedule is not None else None
         step = functools.partial(parts.updater.stepper.queue_step, rates=rates, captures=True)
-        good, norm = parts.updater.queue(queued, ~self._masked, self._others[0], step)
-        parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), good)
-        return queued.packed(good, norm), ~good, queued.sums, queued.failures
+        norm = parts.updater.queue(queued, self._masked, self._others[0], step)
+        if parts.buffers.names:
+            parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), self._masked == 0)
+        return queued.packed(self._masked, norm), self._masked, queued.sums, queued.failures
 
     def _sums(self, place: int, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
         """Return the terms that `microbatch_sums` returns, from the numbers that were filled in."""
@@ -309,7 +313,7 @@ class CapturedStep:
     def queue(self, fetched: FetchedStep, scale: LossScale, masked: Tensor | None) -> LaunchedStep | None:
         """Replay a step and fetch the next step's samples. Return None if the step must be queued without the graph.
 
-        `masked`: bool [], whether the previous step masks this step.
+        `masked`: float32 [], 1.0 if the previous step masks this step.
         Collective: all ranks, an all-gather of a number: all ranks replay the step, or none.
         """
         if self.why_not is not None:

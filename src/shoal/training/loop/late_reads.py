@@ -180,11 +180,13 @@ class LateReads:
             sums = step.sums
             parts.clock.mark("optimizer")
             parts.updater.num_begun += 1
-            fine = None if masked is None else ~masked
-            good, norm = parts.updater.queue(sums, fine, factor, parts.updater.stepper.queue_step)
-            parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
-            masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
-            launched = LaunchedStep(step, masks_next, sums.packed(good, norm))
+            bad = torch.zeros((), device=self._mesh.device) if masked is None else masked
+            norm = parts.updater.queue(sums, bad, factor, parts.updater.stepper.queue_step)
+            if parts.buffers.names:
+                parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), bad == 0)
+            numbers = sums.packed(bad, norm)
+            masks_next = bad if sums.rows is None else bad.maximum(interrupts(sums.rows).float())
+            launched = LaunchedStep(step, masks_next, numbers)
         else:
             row(launched.step.following)
         step = launched.step
@@ -216,8 +218,8 @@ class LateReads:
         The agreement on the next step is None on one rank. It also completes the record that its rows measure.
         """
         numbers = flight.reading.numbers()
-        (good, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
-        if not good:
+        (bad, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
+        if bad:
             return Flags(int(failures[0]), int(failures[1]))
         self._pause = 1
         values, rows = np.split(numbers[2 + _NUM_FAILURES :], [flight.step.sums.sums.numel()])

@@ -36,7 +36,6 @@ from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.gradient_norm import (
     clip_values,
     global_norm,
-    is_settled,
     norm_tensor,
     rounded,
     rounded_tensor,
@@ -128,13 +127,13 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 
 
 @contextlib.contextmanager
-def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
-    """Use fused kernels as `fused` does, for steps that change nothing if `good`, a bool [], is False.
+def masked(optimizer: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
+    """Use fused kernels as `fused` does, for steps that change nothing if `bad`, a float32 [], is 1.0.
 
     Requires `maskable`.
     """
     scaled: Any = optimizer
-    scaled.found_inf = good.logical_not().float()
+    scaled.found_inf = bad
     try:
         with fused(optimizer):
             yield
@@ -143,7 +142,7 @@ def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
+def captured(optimizer: torch.optim.Optimizer, bad: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
     """Use fused kernels as `masked` does, for a capture in a CUDA graph.
 
     `rates`: float32 [] on the device, one for each group.
@@ -154,7 +153,7 @@ def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Ten
     own: list[dict[str, Any]] = [
         {name: group[name] for name in ("lr", "capturable") if name in group} for group in groups
     ]
-    with masked(optimizer, good):
+    with masked(optimizer, bad):
         try:
             for number, group in enumerate(groups):
                 if rates is not None:
@@ -536,14 +535,14 @@ class Stepper:
         """True if `queue_step` supports the parameters that have gradients now."""
         return not self._exact and maskable(self._optimizer)
 
-    def queue_step(self, good: Tensor, rates: Sequence[Tensor] | None = None, *, captures: bool = False) -> None:
-        """Queue an optimizer step that changes nothing if `good`, bool [] on the device, is False.
+    def queue_step(self, bad: Tensor, rates: Sequence[Tensor] | None = None, *, captures: bool = False) -> None:
+        """Queue an optimizer step that changes nothing if `bad`, float32 [] on the device, is 1.0.
 
         `captures`: within a graph capture, with the learning rates `rates` on the device; None if they are constant.
         Raises: UserCodeError.
         """
         try:
-            with captured(self._optimizer, good, rates) if captures else masked(self._optimizer, good):
+            with captured(self._optimizer, bad, rates) if captures else masked(self._optimizer, bad):
                 step_optimizer(self._optimizer)
         except Exception as error:
             raise step_error(self._optimizer, error) from error
@@ -654,36 +653,41 @@ class Updater:
         """True if `queue` supports the parameters that have gradients on this rank now."""
         return self._judged and self.stepper.queues and not self._hooks.by_name
 
-    def queue(
-        self, sums: QueuedSums, fine: Tensor | None, factor: float | Tensor, step: Callable[[Tensor], None]
-    ) -> tuple[Tensor, Tensor]:
-        """Queue the work of `step` on the device without a wait.
+    def queue(self, sums: QueuedSums, bad: Tensor, factor: float | Tensor, step: Callable[[Tensor], None]) -> Tensor:
+        """Queue the work of `step` on the device without a wait, and return the division's `queued_norm`.
+
+        torch's kernel for loss scales multiplies the gradients and looks for numbers that are not finite: among them,
+        and among numbers that are finite only in a step that `step` would not skip.
 
         Args:
             sums: the step's sums.
-            fine: bool [], or None for True; False suppresses the update.
+            bad: float32 [], 1.0 to change nothing. It becomes 1.0 if `step` would skip the update or a
+                rank has failed.
             factor: of the loss totals.
-            step: queues the optimizer's step, which changes nothing if its argument, bool [], is False.
+            step: queues the optimizer's step, which changes nothing if its argument is 1.0.
 
-        Returns: `good`, bool []: the update changes the parameters, that is, `fine` is True, no rank has failed, and
-        `step` would neither skip the update nor compute the norm again; and the division's `queued_norm`.
         Collective: as `queued_norm` and `update` of the division.
         """
         gradients, counted = self._gradients()
         summed_norm = self._division.queued_norm(norm_tensor(counted))
-        weight = sums.sums[WEIGHT]
-        scale = (weight * factor).reciprocal()
-        norm = rounded_tensor(summed_norm) * scale.abs()
-        finite = torch.stack((sums.sums[TOTAL] / weight, scale, norm)).isfinite().all()
-        good = (sums.failures == 0).all() & finite & (weight > 0) & is_settled(summed_norm)
-        good = good if fine is None else good & fine
+        total, weight = sums.sums[TOTAL], sums.sums[WEIGHT]
+        check, scale = bad.new_empty(2).unbind()
+        torch.mul(total, weight.rsqrt(), out=check)  # the root of a weight of 0 or below is not finite
+        torch.reciprocal(weight * factor, out=scale)
+        checks = [check]
+        if sums.fails:
+            checks.append((1.0 - sums.failures).log().float())
+        if self._sharded_model.divided:  # gradients of other ranks
+            checks.append(summed_norm.float())
         if self._job.clip_norm is not None:
-            scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
-        if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            wide = (weight * factor).reciprocal()
+            norm = rounded_tensor(summed_norm) * wide.abs()
+            scale = wide * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+            scale = scale.float()
+        torch._amp_foreach_non_finite_check_and_unscale_([*gradients, *checks], bad, scale)
         clip_values(gradients, self._job.clip_value)
-        self._division.update(lambda: step(good), queued=True)
-        return good, summed_norm
+        self._division.update(lambda: step(bad), queued=True)
+        return summed_norm
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
         """Return the result of a good queued update. `norm`: the division's `queued_norm`."""
