@@ -171,6 +171,11 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a run on one host listens on loopback only
     elif not environment.single_host:
         choose_interface(environment)
+    if (
+        "expandable_segments:True"
+        in f"{os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}{os.environ.get('PYTORCH_ALLOC_CONF')}"
+    ):
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # pytorch issue 158029: captures register no such memory
     watch = HostWatch()
     with watch.opening():
         store, place = _assemble(environment, mesh.host, backend)

@@ -1,10 +1,13 @@
-"""Captured steps: one CUDA graph with a step's forward, backward, sums and update, which later steps replay.
+"""Captured steps: one CUDA graph with a step's forwards, backwards, sums and update, which later steps replay.
 
 A step that is queued before the previous step is read (`late_reads`) needs nothing from the host, so a graph can
-repeat it. Inputs that change from step to step are in tensors that are filled before a replay: the batch, the digest of
-sample ids, the learning rates, the mask flag and the seeds of the grains' generators. Warm-up, capture and trial are
-masked steps, which change nothing. Steps of another shape are queued without the graph. If no step can be captured, the
-run reports the reason and queues all steps without a graph. Decision 0057.
+repeat it. Inputs that change from step to step are in tensors that are filled before a replay: the batches, the digests
+of sample ids, the loss scale, the learning rates, the mask flag and the seeds of the grains' generators. Warm-up,
+capture and trial are masked steps, which change nothing. Steps of another shape are queued without the graph.
+
+The sums of several ranks, and the exchange of ZeRO-1, are in the graph. The ranks agree on the next step from host to
+host after the replay is queued. They capture and replay together: a reason of one rank is every rank's. If no step can
+be captured, the run reports the reason and queues all steps without a graph. Decision 0057.
 """
 
 from __future__ import annotations
