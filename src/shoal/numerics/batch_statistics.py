@@ -318,7 +318,8 @@ class StepBuffers:
     def _slotted(self, block: _Block, step: int, grain: int, again: bool) -> Tensor:
         """Return a microbatch's changes to this rank's slot: keys of the buffers, and their values as words."""
         count, table = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self.model.device)
-        old_keys, old = self._in_slot.get(block, ([0] * count, self._flat(block, {})))
+        zeros = torch.zeros(sum(block.lengths), dtype=block.dtype, device=self.model.device)
+        old_keys, old = self._in_slot.get(block, ([0] * count, zeros))
         is_one = block.rule in ("last", "same")
         if is_one:  # another microbatch may give the last value: of the step, or of this rank so far
             last_grain = self._last_grain
