@@ -27,6 +27,7 @@ from shoal.errors import ShoalError
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
 from shoal.training.loop.late_reads import LateReads
+from shoal.training.loop.step_modes import RunTrial
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
@@ -141,6 +142,7 @@ def trained(
     stops: Callable[[int], bool] = lambda step: False,
     callbacks: Sequence[shoal.Callback] = (),
     counts_reads: bool = False,
+    trial: RunTrial | None = None,
     **options: Any,
 ) -> Course:
     """The course of a training; `stops` is asked with the steps that are recorded so far.
@@ -167,7 +169,7 @@ def trained(
 
     around = Surroundings(course.notes.append, on_step, lambda: stops(len(seen)))
     with mock.patch.object(made.strategy, "begin", begun), contextlib.closing(made):
-        trainer = made.trainer(None, wanted.length.count, around, RecordWriter(None))
+        trainer = made.trainer(None, wanted.length.count, around, RecordWriter(None), trial)
         try:
             with counting(course.reads) if counts_reads else contextlib.nullcontext():
                 trainer.train()

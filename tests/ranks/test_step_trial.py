@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 
 JOB = f"{JOBS / 'tried.py'}:job"
 LAST = "eager, channels last"
+COMPILE_LIMIT_SECONDS = 300.0
 
 
 def tried(folder: Path, name: str, *arguments: str, devices: int | None = 1, home: str = "cache", **more: Any) -> Run:
@@ -127,3 +128,16 @@ def test_a_record_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     ended = run(tried(tmp_path, "run"))
     assert trial(ended)["chosen"] == LAST
     assert "the trial could not be recorded for later runs" in " ".join(ended.output.split())
+
+
+def test_two_ranks_compile_in_the_midst_of_a_run_and_again_with_equal_bits(tmp_path: Path) -> None:
+    """The launcher watches them: a compilation takes longer than any step before."""
+    settings = {"fast": "compiled", "compiles": True}
+    runs = [tried(tmp_path, name, devices=2, settings=settings) for name in ("first", "second")]
+    first, second = (run(one, COMPILE_LIMIT_SECONDS) for one in runs)
+    if "no C++ compiler" in trial(first)["candidates"]["compiled"]["reason"]:
+        pytest.skip("this machine has no C++ compiler")
+    assert trial(first)["chosen"] == "compiled"
+    assert execution(tmp_path / "first")["compile"] == "default"
+    assert trial(second)["reason"] == "as recorded on this machine"
+    assert weights(first) == weights(second)

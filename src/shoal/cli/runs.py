@@ -19,7 +19,7 @@ from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, 
 from shoal.hardware.detect import file_text
 from shoal.jobs.secret_settings import HIDDEN, is_hidden
 from shoal.jobs.settings import setting_text, source_of
-from shoal.report.quantities import seconds, short, size
+from shoal.report.quantities import seconds, short, size, step_words
 from shoal.runs.attempts import read_attempts
 from shoal.runs.collection import RunEntry, check_removable, entry_of, is_listed, remove, runs_below
 from shoal.runs.directory import SESSION, RunDirectory, read_json
@@ -255,6 +255,7 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
         if entry.began_at is not None:
             facts.append(("began", f"{datetime.fromtimestamp(entry.began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"))
         facts += [(f"evaluation {name}", short(value)) for name, value in entry.metrics.items()]
+        facts.append(("step", step_words(read_json(Path(entry.path) / "result.json") or {})))
         facts += [("error", entry.error or ""), ("stopped", entry.stopped or "")]
         facts += [(f"settings.{name}", str(value)) for name, value in entry.settings.items()]
         if commit.get("commit"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def seconds(value: float | None) -> str:
     """Return seconds in a readable unit."""
@@ -63,3 +66,12 @@ def change(predicted: float | None, measured: float | None) -> str:
         return "-"
     ratio = measured / predicted
     return f"{ratio:.3g} times" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.0%}"
+
+
+def step_words(result: Mapping[str, Any]) -> str:
+    """Return the mode of a run's steps with the reason, or an empty text if its result has none."""
+    trial = result.get("trial")
+    if not isinstance(trial, dict) or not trial.get("chosen"):
+        return ""
+    since = f" from step {trial['from_step']} on" if trial.get("turns") else ""
+    return f"{trial['chosen']}{since}: {trial.get('reason')}"

@@ -14,7 +14,7 @@ from shoal.plans.plan import Plan, described, layout_name
 from shoal.report.account import Account
 from shoal.report.curves import Chart, time_chart, training_charts
 from shoal.report.html import Table, beside, cells, falling
-from shoal.report.quantities import change, dollars, rate, seconds, share, short, size
+from shoal.report.quantities import change, dollars, rate, seconds, share, short, size, step_words
 from shoal.report.waits import waits
 from shoal.runs.records import StepRecord
 
@@ -134,6 +134,7 @@ def facts(account: Account) -> list[tuple[str, str]]:
     rows = [
         ("trained", trained),
         ("on", f"{ranks}; {layout_of(account)}"),
+        ("step", step_words(account.result)),
         ("ended", f"{account.status} after step {account.steps:,}{of}: {account.ending}"),
         ("loss", "; ".join(losses)),
         ("time", f"{seconds(account.wall.seconds)}{between}; a step {seconds(account.step_times.median)} ({median})"),

@@ -33,6 +33,7 @@ from shoal.runs.step_trial import (
     read_trial,
     recorded_trial,
 )
+from shoal.training.loop.captured_step import RECORDERS
 from shoal.training.loop.step_modes import RunTrial
 from shoal.training.setup.engine import Engine
 from shoal.training.setup.memory_format_choice import NO_IMAGES, why_not_channels_last
@@ -148,7 +149,7 @@ def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTria
     base = StepMode.of(plan)
     candidates: list[TrialCandidate] = []
     verdicts: dict[str, TrialVerdict] = {}
-    on_gpu = precision.device.type == "cuda"
+    on_gpu, has_graphs = precision.device.type == "cuda", precision.device.type in RECORDERS
     # Where channels last saves time: all kernels of CPUs that have it are for float32, tensor cores are for 16 bits.
     if not (request.sets_format or base.channels_last) and precision.is_wide != on_gpu:
         reasons = mesh.gather_json(why_not_channels_last(engine.job, engine.model, precision, engine.job.train_data))
@@ -158,9 +159,9 @@ def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTria
         elif reason != NO_IMAGES:
             verdicts[CHANNELS_LAST] = TrialVerdict(f"left out: {reason}")
     compiling = COMPILE_AGAIN_SECONDS if decided_by_rank_0(mesh, bool, lambda: has_compiled(key)) else COMPILE_SECONDS
-    candidates += [TrialCandidate("graph", GRAPH_SECONDS)] if on_gpu else []
+    candidates += [TrialCandidate("graph", GRAPH_SECONDS)] if has_graphs else []
     candidates.append(TrialCandidate("compiled", compiling))
-    candidates += [TrialCandidate("compiled-graph", compiling + GRAPH_SECONDS)] if on_gpu else []
+    candidates += [TrialCandidate("compiled-graph", compiling + GRAPH_SECONDS)] if has_graphs else []
     left = []
     for candidate in candidates:
         refused = conflicts(plan.with_choices(execution=asdict(candidate.added_to(base))))
