@@ -23,6 +23,7 @@ from shoal.plans.legal import (
 from shoal.plans.plan import (
     AXES,
     DataSection,
+    ExecutionSection,
     Layout,
     PipelineSection,
     Plan,
@@ -117,6 +118,14 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
 def sets_step(plan: Plan) -> tuple[str, ...]:
     """Return the keys of [execution] that a plan as the user wrote it sets, of those that `--step` sets."""
     return tuple(key for key in ("cuda_graph", "compile") if key in plan.execution.model_fields_set)
+
+
+def without_step(plan: Plan) -> Plan:
+    """Return the plan with the mode of steps left open if it is the default, so that a run tries it."""
+    exact = {"exact": plan.execution.exact}
+    if plan.execution != ExecutionSection(**exact):
+        return plan
+    return Plan.from_mapping({**plan.to_mapping(), "execution": exact}, source="plan")
 
 
 def relaid(plan: Plan, devices: int) -> Plan:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans import Plan
 from shoal.plans.legal import idle
-from shoal.plans.resolve import PRECISIONS, CompletePlan, Wishes, apply_wishes, complete
+from shoal.plans.resolve import PRECISIONS, CompletePlan, Wishes, apply_wishes, complete, sets_step, without_step
 
 
 def of(**sections: dict[str, Any]) -> Plan:
@@ -180,3 +180,12 @@ def test_a_complete_plan_is_a_plan_of_its_own_kind() -> None:
     assert plan.uncompressed == complete(of(layout={"data": 2}), 8, 4)
     assert (plan.alone.layout.world_size, plan.with_choices(workers=2).data.workers) == (1, 2)
     assert type(plan.with_sections(layout={"data": 4})) is Plan  # another, which nobody has judged
+
+
+def test_the_mode_of_steps_is_left_open_where_a_plan_has_none() -> None:
+    plan = Plan().with_sections(layout={"data": 2})
+    assert sets_step(plan)
+    assert not sets_step(without_step(plan))
+    assert without_step(plan) == plan
+    compiled = plan.with_sections(execution={"compile": "default"})
+    assert sets_step(without_step(compiled))

@@ -19,6 +19,7 @@ from shoal.launch.supervise.child import in_child
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import AXES, described, plan_text
+from shoal.plans.resolve import without_step
 from shoal.runs.directory import RunDirectory, default_directory, write_file
 from shoal.runs.request import dumped, loaded
 
@@ -225,4 +226,4 @@ def ask_planner(
         error = from_json(choice["error"])
         error.rank = None  # none has started
         raise error
-    return loaded(Plan, choice["plan"]) if choice["plan"] is not None else None, choice["lines"]
+    return without_step(loaded(Plan, choice["plan"])) if choice["plan"] is not None else None, choice["lines"]

@@ -209,11 +209,11 @@ class StepModes:
         if mode == self._mode:
             return
         parts, computer = self._parts, self._parts.computer
+        parts.clock.heartbeat.forget()  # the first step compiles or captures
         compiles = mode.compile != "none"
         if compiles and not computer.regions.names:
             plan = parts.plan.with_choices(execution=asdict(mode))
             computer.regions = compile_blocks(parts.model, plan, computer.precision, loss=computer.job.loss)
-            parts.clock.heartbeat.forget()
         computer.regions.enabled = compiles
         if mode.channels_last != self._mode.channels_last:
             computer.precision = replace(computer.precision, channels_last=mode.channels_last)

@@ -48,6 +48,10 @@ def test_the_phase_and_its_longest_time_of_late(tmp_path: Path, clock: list[floa
         found = heartbeat.read(path)
         assert found is not None
         assert found.longest == 0.5
+        rank.forget()  # before a compilation
+        found = heartbeat.read(path)
+        assert found is not None
+        assert found.longest == 0.0
     finally:
         rank.close()
 
