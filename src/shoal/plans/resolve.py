@@ -122,10 +122,10 @@ def sets_step(plan: Plan) -> tuple[str, ...]:
 
 def without_step(plan: Plan) -> Plan:
     """Return the plan with the mode of steps left open if it is the default, so that a run tries it."""
-    exact = {"exact": plan.execution.exact}
-    if plan.execution != ExecutionSection(**exact):
+    exact = plan.execution.exact
+    if plan.execution != ExecutionSection(exact=exact):
         return plan
-    return Plan.from_mapping({**plan.to_mapping(), "execution": exact}, source="plan")
+    return Plan.from_mapping({**plan.to_mapping(), "execution": {"exact": exact}}, source="plan")
 
 
 def relaid(plan: Plan, devices: int) -> Plan:

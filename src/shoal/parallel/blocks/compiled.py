@@ -58,6 +58,7 @@ class Regions:
     def __init__(self, compiler: Callable[[], Function] | None = None, *, exact: bool = False) -> None:
         """Create the regions of a model. `compiler`: returns the compiler of graphs, at the first compilation."""
         self.enabled = True
+        self.notice: Function = lambda: None  # called before each compilation, which takes longer than a step
         self.names: list[str] = []
         self.cuts: set[str] = set()
         self.blocks: Sequence[str] = ()
@@ -266,6 +267,7 @@ class Region:
         sizes = scope.sizes if scope is not None else None
         call = self._compiled.get(sizes)
         if call is None:
+            regions.notice()
             # With a graph per shape, the kernels of exact mode do not depend on the shapes seen before.
             dynamic = False if regions.exact else None
             backend, whole = regions.backend(sizes), self._is_whole
@@ -323,6 +325,7 @@ class Backend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
         """Return the graph as a callable: compiled, or its parts compiled or called under the scope."""
+        self.regions.notice()
         for own in graph.modules():
             for node in own.graph.nodes if isinstance(own, torch.fx.GraphModule) else ():
                 if node.target is F.batch_norm and self.sizes is not None and _needs_scope(node):

@@ -214,6 +214,7 @@ class StepModes:
         if compiles and not computer.regions.names:
             plan = parts.plan.with_choices(execution=asdict(mode))
             computer.regions = compile_blocks(parts.model, plan, computer.precision, loss=computer.job.loss)
+            computer.regions.notice = parts.clock.heartbeat.forget
         computer.regions.enabled = compiles
         if mode.channels_last != self._mode.channels_last:
             computer.precision = replace(computer.precision, channels_last=mode.channels_last)

@@ -243,6 +243,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     exact = plan.execution.exact
     regions = together(mesh, lambda: compile_blocks(model, plan, precision, pipeline, job.loss))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
+    regions.notice = clock.heartbeat.forget
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     updated = {id(p) for p in parameters if strategy.update_division.updates(p)}
     if plan.serves:  # what the first parameter server updates
