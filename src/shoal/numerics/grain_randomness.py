@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,10 +34,24 @@ from shoal.numerics.hashed_draws import SampleKeys, Site
 from shoal.plans.grains import Grain, random_key
 
 _CALL = nn.Module._call_impl.__code__
+_NOTHING = contextlib.nullcontext()
 
 
 class NotFusibleError(Exception):
     """Error for a model that computes something on a batch which cannot be divided by grain."""
+
+
+def _untransformed() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no transform of torch.func is active, as its inputs are the same for the whole model.
+
+    Raises: NotFusibleError for a vmap that asks for other numbers in each of its calls.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    for transform in pyfunctorch.retrieve_all_functorch_interpreters():
+        if isinstance(transform, pyfunctorch.VmapInterpreter) and transform.randomness() != "same":
+            raise NotFusibleError("a random operation under torch.vmap")
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 class Sites:
@@ -198,12 +213,12 @@ class GrainScope(TorchFunctionMode):
 
         Raises: NotFusibleError if the rows are not the samples.
         """
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _untransformed():
             return self.keys.words(self._next(rows), elements, device)
 
     def noise(self, rows: int, shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the factors of a dropout in a shape of `rows` samples, as `words`."""
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _untransformed():
             return self.keys.noise(self._next(rows), shape, p, dtype, device)
 
     def pass_over(self, draws: Mapping[str, int]) -> None:

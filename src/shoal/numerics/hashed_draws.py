@@ -21,7 +21,6 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -127,11 +126,13 @@ def _noise_in_chunks(shape: Sequence[int], p: float, dtype: torch.dtype, keys: T
     return noise.view(dtype).view(shape)
 
 
-@functools.lru_cache(maxsize=4096)
-def _small_constants(site: Site, elements: int, p: float, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the elements' keys at a site, the site's second word, the limit and the bits, for NumPy."""
-    first, second = site_key(*site, _CPU).numpy()[:, 0]
-    return element_keys(elements, _CPU).numpy() ^ first, second, np.int32(_limit(p)), _bits(p, dtype).numpy()[()]
+class _OnHost:
+    """Constants of small draws as NumPy's arrays. Conversions would take half of the time of a draw."""
+
+    site = staticmethod(functools.lru_cache(maxsize=4096)(lambda *site: site_key(*site, _CPU).numpy()))
+    elements = staticmethod(functools.lru_cache(maxsize=64)(lambda count: element_keys(count, _CPU).numpy()))
+    limit = staticmethod(functools.lru_cache(maxsize=64)(lambda p: np.int32(_limit(p))))
+    bits = staticmethod(functools.lru_cache(maxsize=64)(lambda p, dtype: _bits(p, dtype).numpy()[()]))
 
 
 class SampleKeys:
@@ -142,7 +143,6 @@ class SampleKeys:
     def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
         self._seed, self._step, self._grains = seed, step, grains
         self._rows: dict[torch.device, Tensor] = {}
-        self._columns: Any = None  # the keys on the host, one below the other
 
     def rows(self, device: torch.device) -> Tensor:
         """Return the `row_keys` of the samples."""
@@ -172,11 +172,9 @@ class SampleKeys:
             return noise_of(shape, p, dtype, self.at(site, device), self.columns(elements, device))
         if elements * rows.shape[1] > _SMALL:
             return _noise_in_chunks(shape, p, dtype, self.at(site, device), self.columns(elements, device))
-        first, second, limit, bits = _small_constants(site, elements, p, dtype)
-        if self._columns is None:
-            self._columns = rows.numpy()[:, :, None]
-        mixed = self._columns[0] ^ first
-        mixed *= self._columns[1] ^ second
+        own = rows.numpy() ^ _OnHost.site(*site)
+        mixed = own[0, :, None] ^ _OnHost.elements(elements)
+        mixed *= own[1, :, None]
         mixed ^= mixed >> _SHIFT
         mixed *= _FACTOR
-        return torch.from_numpy(((mixed < limit) * bits).reshape(shape)).view(dtype)
+        return torch.from_numpy(((mixed < _OnHost.limit(p)) * _OnHost.bits(p, dtype)).reshape(shape)).view(dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shoal.numerics.grain_randomness import GrainScope
+from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import YieldingHooks
 from shoal.plans.grains import Grain
 
@@ -46,3 +46,15 @@ def test_a_derivative_within_the_loss_recomputes_with_the_same_masks() -> None:
         return found
 
     assert torch.equal(slope(True), slope(False))
+
+
+def test_a_transform_of_the_model_drops_what_the_model_drops() -> None:
+    inputs, layer = torch.randn(4, 3), nn.Dropout(0.5)
+    grains = [Grain(0, 0, 2), Grain(1, 2, 2)]
+    with GrainScope(0, 0, grains):
+        mask = layer(torch.ones(4, 3))
+    with GrainScope(0, 0, grains) as scope:
+        assert torch.equal(torch.func.grad(lambda x: layer(x).sum())(inputs), mask)
+        assert not scope.leaked()
+        with pytest.raises(NotFusibleError, match="vmap"):
+            torch.vmap(lambda scale: layer(inputs * scale), randomness="different")(torch.ones(2))
