@@ -42,7 +42,7 @@ GROUPS = {
         Row("verify_cost", "2026-11-21", "2 cores with AVX2"),
     ),
     "Steps": (
-        Row("dropout", "2026-11-29", EPYC, ("dropout.json",)),
+        Row("dropout", "2026-11-29", TWO_CORES, ("dropout.json",)),
         Row("cpu_step", "2026-11-26", f"{EPYC}; {XEON}", ("cpu_steps.md", "cpu_step.json", "one_copy_step.json")),
         Row("step_time", "2026-11-21", TWO_CORES, ("step_time.json",)),
         Row("overhead", "2026-11-26", XEON, ("cpu_steps.md",)),
