@@ -540,6 +540,65 @@ class Checks:
         return whole
 
 
+    def compare_rerun(self, record: dict[str, Any]) -> list[Finding]:
+        """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
+        found: list[Finding] = []
+        compared = 0
+        for number, steps in self.steps():
+            if number >= len(record["steps"]):
+                break
+            single = record["steps"][number]
+            rows = Counter(row for step in steps for call in step["calls"] for row in call["rows"])
+            if rows != Counter(row for call in single["calls"] for row in call["rows"]):
+                continue
+            compared += 1
+            rates = [group["values"].get("lr") for group in steps[0]["groups"]]
+            other = [group["values"].get("lr") for group in single["groups"]]
+            if len(rates) == len(other) and not all(_close(a, b) for a, b in zip(rates, other, strict=True)):
+                found.append(
+                    Finding(
+                        number,
+                        "schedule",
+                        "learning rate",
+                        f"is {_listed(rates)}; one process with the same samples has {_listed(other)}",
+                        cause="the schedule's length or rate follows the number of processes",
+                        remedy="count optimizer steps of the global batch",
+                    )
+                )
+            if number:
+                continue
+            ratios = []
+            for key in self.order:
+                mine, alone = steps[0]["gradients"].get(key), single["gradients"].get(key)
+                if mine is not None and alone is not None and mine.shape == alone.shape:
+                    mine = mine.double() / _clip_factor(steps[0])
+                    alone = alone.double() / _clip_factor(single)
+                    if alone.norm() > 1e-8:
+                        ratios.append((_ratio(mine, alone), _distance(mine, alone)))
+            factors = [ratio for ratio, _ in ratios]
+            if factors and max(e for _, e in ratios) > 5 * self.tolerance and min(factors) > 0.0:
+                mean = sum(factors) / len(factors)
+                if max(factors) / min(factors) < 1.0 + 10 * self.tolerance and abs(mean - 1.0) > 0.02:
+                    found.append(
+                        Finding(
+                            number,
+                            "loss",
+                            "gradient",
+                            f"is {mean:.4g} times that of one process with the same samples",
+                            cause="the loss is multiplied by a number that follows the number of processes",
+                            remedy="divide by the samples of the whole batch alone",
+                        )
+                    )
+        if not compared:
+            self.coverage.leave_out("the schedule's length: one process with the global batch reads other samples")
+        return found
+
+
+def _close(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) if numbers else one == other
+
+
 def _overlap(own: list[tuple[str, ...]]) -> int:
     counts = Counter(row for rows in own for row in set(rows))
     return sum(1 for count in counts.values() if count > 1)

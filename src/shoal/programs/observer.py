@@ -200,7 +200,6 @@ class Recorder:
 
     def __init__(self, folder: str, num_steps: int, keeps: int) -> None:
         self.folder, self.num_steps, self._most_bytes = folder, num_steps, keeps
-        self.rank = int(os.environ.get("RANK", "0"))
         self.known = Modules()
         self.optimizers: list[Any] = []
         self.steps: list[dict[str, Any]] = []
@@ -219,6 +218,16 @@ class Recorder:
         self._done = False
         self._bytes = 0
         self._new_step()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, which a script that starts its processes itself may set late."""
+        return torch.distributed.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return torch.distributed.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -427,14 +436,13 @@ class Recorder:
 
     def write(self) -> None:
         """Write the record. Later calls do nothing."""
-        if self._done:
+        if self._done or not (self.steps or "RANK" in os.environ):
             return
         self._done = True
-        world = int(os.environ.get("WORLD_SIZE", "1"))
         record = {
             "version": VERSION,
             "rank": self.rank,
-            "world": world,
+            "world": self.world,
             "torch": torch.__version__,
             "libraries": {
                 name: getattr(sys.modules[name], "__version__", "?")
@@ -463,14 +471,18 @@ class Recorder:
 
     def _leave(self) -> None:
         """End the process once every rank has written, without exit handlers, which would wait for peers."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        paths = [os.path.join(self.folder, f"rank-{rank}.pt") for rank in range(world)]
+        paths = [os.path.join(self.folder, f"rank-{rank}.pt") for rank in range(self.world)]
         end = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < end and not all(map(os.path.exists, paths)):
             time.sleep(0.02)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def is_joined() -> bool:
+    """Return True if this process is in a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_loss(module: nn.Module) -> bool:
@@ -483,8 +495,8 @@ def is_loss(module: nn.Module) -> bool:
 class Replay:
     """Replay of a record in one process, which takes the script's modules and optimizers over."""
 
-    def __init__(self, folder: str, recorder: Recorder) -> None:
-        self.folder, self._recorder = folder, recorder
+    def __init__(self, records: str, folder: str, recorder: Recorder) -> None:
+        self._records, self.folder, self._recorder = records, folder, recorder
         self.failures: list[str] = []
 
     def take_over(self, module: nn.Module) -> None:
@@ -508,8 +520,8 @@ class Replay:
         os._exit(code)
 
     def _replayed(self, module: nn.Module) -> dict[str, Any]:
-        names = sorted(n for n in os.listdir(self.folder) if n.startswith("rank-") and n.endswith(".pt"))
-        records = [torch.load(os.path.join(self.folder, n), weights_only=False) for n in names]
+        names = sorted(n for n in os.listdir(self._records) if n.startswith("rank-") and n.endswith(".pt"))
+        records = [torch.load(os.path.join(self._records, n), weights_only=False) for n in names]
         records.sort(key=lambda record: record["rank"])
         first = records[0]
         modules = self._modules(first["modules"], module)
@@ -715,12 +727,8 @@ def on(tree: Any, device: torch.device) -> Any:
 def start() -> None:
     """Install the observer in this process, as the variable SHOAL_OBSERVER says."""
     options = json.loads(os.environ["SHOAL_OBSERVER"])
-    import multiprocessing
-
-    if multiprocessing.parent_process() is not None or "RANK" not in os.environ:
-        return
     recorder = Recorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
-    replay = Replay(options["folder"], recorder) if options["mode"] == "replay" else None
+    replay = Replay(options["of"], options["folder"], recorder) if options["mode"] == "replay" else None
     install(recorder, replay)
     if replay is None:
         atexit.register(recorder.write)

@@ -1,0 +1,314 @@
+"""Verification of a training script as it is: its processes with the observer, the replay, the verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.distributed.process_setup import versions
+from shoal.errors import CommandError, ExitCode, folded
+from shoal.launch.supervise.child import Child
+from shoal.programs.check import Checks, Coverage, Finding, read_records
+from shoal.report.quantities import several
+from shoal.runs.certificate import SCHEMA
+from shoal.runs.directory import write_file
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python")
+_SITE = str(Path(__file__).parent / "site")
+# Words that start a launcher of their own; the script and its arguments are wanted alone.
+_STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "srun", "mpirun")
+_POLL_SECONDS = 0.05
+# After the first process has failed, others may wait for it in a collective call.
+_GRACE_SECONDS = 10.0
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script's command with placeholders: `{batch}` for the batch of a process, `{devices}` for their number."""
+
+    command: str
+    launcher: str
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """The file's name without its suffix, for directories."""
+        return Path(next(word for word in shlex.split(self.command) if word != "-m")).stem
+
+    def words(self, devices: int, batch: int) -> list[str]:
+        """Return the words of the command for a number of processes."""
+        own = shlex.split(self.command)
+        return [word.replace("{batch}", str(batch)).replace("{devices}", str(devices)) for word in own]
+
+    def check(self) -> None:
+        """Check that the command is a Python script with arguments. Raises: CommandError."""
+        words = shlex.split(self.command)
+        given = f"--script {self.command!r}"
+        if not words:
+            raise CommandError(given=given, conflict="it is empty", remedy='write --script "train.py --lr 0.1", say')
+        if Path(words[0]).name in _STARTERS:
+            raise CommandError(
+                given=given,
+                conflict=f"{words[0]} starts the script, and shoal starts it itself",
+                remedy=f"write the script and its arguments alone, and --launcher {'|'.join(LAUNCHERS)}",
+            )
+        if words[0] != "-m" and not Path(words[0]).is_file():
+            raise CommandError(
+                given=given,
+                conflict=f"there is no file {words[0]} in {Path.cwd()}",
+                remedy='write the path of a Python script, or "-m module"',
+            )
+
+
+class Processes:
+    """Processes of one execution of a script, with the observer in each."""
+
+    def __init__(self, script: Script, folder: Path, devices: int, batch: int, options: Mapping[str, Any]) -> None:
+        self.folder, self.devices = folder, devices
+        folder.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        words = [sys.executable, *script.words(devices, batch)]
+        path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
+        common = {
+            "PYTHONPATH": path,
+            "SHOAL_OBSERVER": json.dumps({"folder": str(folder), "world": devices, **options}),
+            "TORCH_COMPILE_DISABLE": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        own = 1 if script.launcher == "python" else devices
+        self.children: list[Child] = []
+        for rank in range(own):
+            variables = dict(common)
+            if script.launcher != "python" or devices == 1:
+                variables |= _rank_variables(rank, devices, port, script.launcher)
+            extra = [f"--local_rank={rank}"] if script.launcher == "deepspeed" else []
+            log = (folder / f"output-{rank}.txt").open("w")
+            self.children.append(Child([*words, *extra], variables=variables, output=log, errors=log))
+            log.close()
+
+    def finish(self) -> int | None:
+        """Wait for the end of all processes. Return the first rank that failed, or None."""
+        failed: int | None = None
+        end = float("inf")
+        try:
+            while any(child.process.poll() is None for child in self.children):
+                for rank, child in enumerate(self.children):
+                    if failed is None and child.process.poll() not in (None, 0):
+                        failed, end = rank, time.monotonic() + _GRACE_SECONDS
+                if time.monotonic() > end:
+                    break
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self.kill()
+        codes = [child.process.wait() for child in self.children]
+        return failed if failed is not None else next((rank for rank, code in enumerate(codes) if code), None)
+
+    def kill(self) -> None:
+        """Kill what still runs."""
+        for child in self.children:
+            child.kill()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """Return the last lines that a rank has printed."""
+        text = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+
+
+def verify_script(
+    script: Script, devices: int, steps: int, out: Path, *, keep: bool = False
+) -> ExitCode:
+    """Observe a script's first steps on several processes, replay them on one, and print and write the verdict.
+
+    Raises: CommandError for a command that cannot run, or of which nothing was seen.
+    """
+    script.check()
+    began = time.monotonic()
+    folder = out / ".observed"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        _say("verifying", f"{script.command}: {several(steps, 'step')} on {several(devices, 'process')}")
+        if devices == 1:
+            _say("note", "one process is compared with itself: say --devices N for a parallel run")
+        record = Processes(script, folder, devices, script.batch, {"mode": "record", "steps": steps})
+        failed = record.finish()
+        records = read_records(folder)
+        if failed is not None and len(records) < devices:
+            raise CommandError(
+                given=f"--script {script.command!r} on {several(devices, 'process')}",
+                conflict=f"rank {failed} ended with exit code {record.children[failed].process.returncode} before its "
+                f"steps were seen:\n  " + "\n  ".join(record.last_lines(failed)),
+                remedy=f"run it by itself first; the output of each rank is in {out}/",
+            )
+        recorded = [len(one["steps"]) for one in records]
+        if not records or not max(recorded):
+            said = "; ".join(record.last_lines(0)[-2:]) or "it printed nothing"
+            raise CommandError(
+                given=f"--script {script.command!r}",
+                conflict=f"no optimizer of torch made a step in it: {said}",
+                remedy="give a command that trains, and more of --steps or data if it ends before",
+            )
+        _say("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
+        replay = _replayed(script, folder, len(records))
+        checks = Checks(records, replay)
+        findings = checks.findings()
+        if "{batch}" in script.command and len(records) > 1:
+            _say("rerun", f"one process with batches of {script.batch * devices}")
+            findings = sorted_findings([*findings, *_rerun(script, out / ".rerun", devices, checks)])
+        coverage = checks.coverage
+        report = report_of(findings, coverage, checks, time.monotonic() - began)
+        for line in report:
+            print(folded(line, 19), flush=True)
+        verdict = verdict_of(findings, coverage)
+        document = {
+            "schema": SCHEMA,
+            "kind": "script",
+            "verdict": verdict,
+            "script": {"command": script.command, "launcher": script.launcher, "batch": script.batch},
+            "devices": devices,
+            "steps": checks.num_steps,
+            "versions": versions(),
+            "libraries": records[0]["libraries"],
+            "seconds": round(time.monotonic() - began, 2),
+            "coverage": asdict(coverage),
+            "findings": [{**asdict(one), "step": one.step + 1} for one in findings],
+        }
+        write_file(out / "script.json", json.dumps(document, indent=1) + "\n")
+        certificate = {name: value for name, value in document.items() if name != "findings"}
+        certificate["first_divergence"] = next((one for one in document["findings"] if one["fails"]), None)
+        write_file(out / "certificate.json", json.dumps(certificate, indent=1) + "\n")
+        _say("written", f"{out}/script.json and certificate.json")
+        return {"verified": ExitCode.DONE, "diverged": ExitCode.FAILED}.get(verdict, ExitCode.USER)
+    finally:
+        if keep:
+            shutil.rmtree(out / "tensors", ignore_errors=True)
+            if folder.exists():
+                folder.rename(out / "tensors")
+        else:
+            for path in folder.glob("output-*.txt"):
+                shutil.copy(path, out / path.name)
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(out / ".rerun", ignore_errors=True)
+
+
+def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | None:
+    """Replay the records in one process of the script. Return None, with a line for people, if that fails."""
+    process = Processes(script, folder / "replay", 1, script.batch, {"mode": "replay", "steps": 0, "of": str(folder)})
+    process.finish()
+    path = folder / "replay" / "replay.pt"
+    if not path.exists():
+        said = "; ".join(process.last_lines(0)[-2:]) or "it ended before its first forward"
+        _say("note", f"no replay: one process of the script does not reach a forward: {said}")
+        return None
+    result: dict[str, Any] = torch.load(path, weights_only=False)
+    if "error" in result:
+        _say("note", f"no replay: {result['error']}")
+        return None
+    return result
+
+
+def _rerun(script: Script, folder: Path, devices: int, checks: Checks) -> Sequence[Finding]:
+    """Run the script on one process with the global batch, and compare the schedule where the samples agree."""
+    shutil.rmtree(folder, ignore_errors=True)
+    options = {"mode": "record", "steps": checks.num_steps}
+    process = Processes(script, folder, 1, script.batch * devices, options)
+    process.finish()
+    records = read_records(folder)
+    if not records:
+        checks.coverage.leave_out("the schedule's length: the script does not run on one process with the global batch")
+        return []
+    return checks.compare_rerun(records[0])
+
+
+def sorted_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings by time and cause, divergences first."""
+    from shoal.programs.check import PHASES
+
+    return sorted(findings, key=lambda one: (not one.fails, one.step, PHASES.index(one.phase)))
+
+
+def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
+    """Return "diverged", "verified", or "nothing seen" if too little was compared to say so."""
+    if any(one.fails for one in findings):
+        return "diverged"
+    return "verified" if coverage.forwards and coverage.gradients and coverage.updates else "nothing seen"
+
+
+def report_of(findings: Sequence[Finding], coverage: Coverage, checks: Checks, seconds: float) -> list[str]:
+    """Return the lines for people: the first divergence, notes, coverage, verdict."""
+    lines: list[str] = []
+    failing = [one for one in findings if one.fails]
+    for one in failing[:1]:
+        where = f"step {one.step + 1}, {one.phase}: {one.name}"
+        lines.append(f"first divergence   {where}" + (f", rank {one.rank}" if one.rank is not None else ""))
+        lines.append(f"                   {one.said}")
+        if one.cause:
+            lines.append(f"looks like         {one.cause}")
+        if one.remedy:
+            lines.append(f"remedy             {one.remedy}")
+    others = {(one.phase, one.name) for one in failing[1:]} - {(one.phase, one.name) for one in failing[:1]}
+    if others:
+        shown = ", ".join(sorted({phase for phase, _ in others}))
+        lines.append(f"                   {len(others)} later checks diverge as well, as they may after it: {shown}")
+    told: set[tuple[str, str]] = set()
+    for one in findings:
+        if not one.fails and (one.phase, one.name) not in told:
+            told.add((one.phase, one.name))
+            lines.append(f"note               step {one.step + 1}, {one.phase}: {one.name}: {one.said}")
+            if one.cause:
+                lines.append(f"                   {one.cause}")
+    lines.append(
+        f"seen               {several(checks.num_steps, 'step')}: {several(coverage.samples, 'sample')}, "
+        f"{several(coverage.forwards, 'forward')} replayed, {several(coverage.gradients, 'gradient')} compared, "
+        f"{several(coverage.updates, 'update')} of a parameter repeated, {several(coverage.losses, 'loss')} weighed"
+    )
+    lines += [f"not checked        {what}" for what in coverage.unchecked]
+    lines.append(f"cost               {seconds:.1f} s")
+    said = {"verified": "no divergence", "diverged": "DIVERGED", "nothing seen": "NOTHING SEEN: see not checked"}
+    lines.append(f"verdict            {said[verdict_of(findings, coverage)]}")
+    return lines
+
+
+def _rank_variables(rank: int, devices: int, port: int, launcher: str) -> dict[str, str]:
+    """Return the environment that a launcher gives a rank."""
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": devices,
+        "LOCAL_WORLD_SIZE": devices,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": devices,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "shoal",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+    if not torch.cuda.is_available():
+        own["ACCELERATE_USE_CPU"] = "true"
+    if launcher == "deepspeed":
+        own["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+    return {name: str(value) for name, value in own.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _say(label: str, text: str) -> None:
+    print(folded(f"{label:<18} {text}", 19), flush=True)
