@@ -114,15 +114,20 @@ COMMANDS = {
         "check",
         "prove that a parallel run computes what one process computes",
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
-        "JOBFILE[:FUNCTION] [--devices N] [--plan FILE] [OPTIONS]",
+        "JOBFILE[:FUNCTION]|--script COMMAND [--devices N] [OPTIONS]",
         {
             "job and settings": ("job", "set", "config"),
+            "a script, as it is": ("script", "launcher", "batch", "keep"),
             "devices and layout": ("devices", "plan", "max_microbatch"),
             "length": ("steps",),
             "output": ("out",),
             "precision": ("precision", "exact"),
         },
-        ("shoal verify job.py --devices 2", "shoal verify job.py --plan plan.toml --steps 5"),
+        (
+            "shoal verify job.py --devices 2",
+            "shoal verify job.py --plan plan.toml --steps 5",
+            "shoal verify --script 'train.py --batch-size {batch}' --devices 2",
+        ),
         "0 verified, 1 diverged, 2 could not run, 130 stopped by a signal",
     ),
     "doctor": Command(

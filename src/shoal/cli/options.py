@@ -171,7 +171,38 @@ class RunOptions(Course, TrainingOptions):
 class VerifyOptions(TrainingOptions):
     """Options of `shoal verify`."""
 
-    steps: int = option("compare K steps (default: 3)", "K", default=3, least=1)
+    job: str | JobRequest | None = _job(  # type: ignore[assignment]  # noqa: RUF009  (a field, as the others)
+        default=None, nargs="?", page="a Python file and its function", refused="no such file, a file that raises"
+    )
+    steps: int | None = option(
+        "compare K steps (default: 3, of a script 10)", "K", least=1, page="steps; without it 3, of a script 10"
+    )
+    script: str | None = option(
+        "check this training script as it is, in place of a job: 'train.py --batch-size {batch}'",
+        "COMMAND",
+        page="[a training script](scripts.md) and its arguments, in place of a job; `{batch}` and `{devices}` are "
+        "filled in",
+        refused="a job beside it; options that only a job has; a script that is not there",
+    )
+    launcher: str = option(
+        "start the script as this launcher does (default: torchrun)",
+        default="torchrun",
+        choices=["torchrun", "accelerate", "deepspeed", "python"],
+        page="of a script: whose environment its processes get; `python`: the script starts them itself",
+        refused="another name; a job",
+    )
+    batch: int | None = option(
+        "fill {batch} of a script with N, the samples of one process (default: 8)",
+        "N",
+        least=1,
+        page="of a script: what `{batch}` is filled with; without it 8",
+        refused="0; a job",
+    )
+    keep: bool = switch(
+        "keep what was recorded of a script: inputs, gradients, weights",
+        page="of a script: the recorded tensors stay in `DIR/tensors`",
+        refused="a job",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ divergence, or a note where a right script can look the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,7 @@ class Finding:
 
 @dataclass
 class Coverage:
-    """What was seen: numbers of things compared, and what was not checked, with the reason."""
+    """Counts of what was compared, and what was not checked, with the reason."""
 
     forwards: int = 0
     gradients: int = 0
@@ -68,12 +69,12 @@ class Coverage:
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return the records that the ranks of an observed script wrote, in the order of ranks."""
     paths = sorted(folder.glob("rank-*.pt"))
-    records = [torch.load(path, weights_only=False) for path in paths]
+    records = [torch.load(path, weights_only=True) for path in paths]
     return sorted(records, key=lambda record: int(record["rank"]))
 
 
-class Checks:
-    """Checks of records of all ranks, and of their replay, None if there is none."""
+class Evidence:
+    """Records of all ranks, and their replay, None if there is none; what was compared of them."""
 
     def __init__(self, records: list[dict[str, Any]], replay: dict[str, Any] | None) -> None:
         self.records, self.replay = records, replay
@@ -89,20 +90,6 @@ class Checks:
             for words in record["unseen"]:
                 self.coverage.leave_out(words)
 
-    def findings(self) -> list[Finding]:
-        """Return all findings, the first in time and cause first."""
-        found = [
-            *self._processes(),
-            *self._data(),
-            *self._initial(),
-            *self._losses(),
-            *self._forwards(),
-            *self._gradients(),
-            *self._schedule(),
-            *self._updates(),
-        ]
-        return sorted(found, key=lambda one: (not one.fails, one.step, PHASES.index(one.phase)))
-
     def named(self, key: str) -> str:
         """Return a parameter's name, with its module's class if the script has several modules."""
         number, _, name = key.partition(":")
@@ -113,416 +100,7 @@ class Checks:
         for number in range(self.num_steps):
             yield number, [record["steps"][number] for record in self.records]
 
-    # ------------------------------------------------------------------------------------------------------ data
-
-    def _processes(self) -> Iterator[Finding]:
-        counts = [len(record["steps"]) for record in self.records]
-        if len(set(counts)) > 1:
-            few = counts.index(min(counts))
-            said = f"ends after {counts[few]} optimizer steps, rank {counts.index(max(counts))} after {max(counts)}"
-            yield Finding(
-                min(counts),
-                "processes",
-                "number of steps",
-                said,
-                few,
-                cause="ranks have unequal numbers of batches, or a rank leaves out an update",
-                remedy="use drop_last=True or a DistributedSampler, which pads",
-            )
-        kinds = {tuple(module["class"] for module in record["modules"]) for record in self.records}
-        if len(kinds) > 1:
-            yield Finding(0, "processes", "modules", f"ranks call different modules: {sorted(kinds)}")
-
-    def _data(self) -> Iterator[Finding]:
-        ranks = len(self.records)
-        rows = [
-            [[row for call in step["calls"] for row in call["rows"]] for step in record["steps"]]
-            for record in self.records
-        ]
-        self.coverage.samples = sum(len(own) for of_rank in rows for own in of_rank)
-        constant = ranks > 1 and self.num_steps > 1 and len({tuple(own) for r in rows for own in r[: self.num_steps]}) == 1
-        if constant:
-            self.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
-            return
-        sharded = any(step["places"] for record in self.records for step in record["steps"])
-        if ranks > 1:
-            for number in range(self.num_steps):
-                own = [tuple(of_rank[number]) for of_rank in rows]
-                if not own[0] or len(set(own)) == ranks and not _overlap(own):
-                    continue
-                if len(set(own)) == 1 and sharded and self._divides_model():
-                    continue
-                same = _overlap(own)
-                said = (
-                    f"all ranks train on the same {len(own[0])} samples"
-                    if len(set(own)) == 1
-                    else f"ranks share {same} samples of {len(own[0])}"
-                )
-                yield Finding(
-                    number,
-                    "data",
-                    "samples",
-                    said,
-                    cause="each rank reads the whole data in the same order: the loader has no DistributedSampler, "
-                    "or was not prepared by the framework",
-                    remedy="DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
-                    fails=len(set(own)) == 1 or same * 2 >= len(own[0]),
-                )
-                break
-        yield from self._epochs(rows)
-
-    def _divides_model(self) -> bool:
-        kinds = [
-            kind
-            for record in self.records
-            for step in record["steps"]
-            for place in step["places"].values()
-            for kind in place["placements"]
-        ]
-        return "Replicate" in kinds or any(len(p["placements"]) > 1 for s in self.records[0]["steps"] for p in s["places"].values())
-
-    def _epochs(self, rows: list[list[list[str]]]) -> Iterator[Finding]:
-        """Find orders that repeat from one pass over the data to the next."""
-        seen_second = False
-        for record in self.records[:1]:
-            passes: dict[int, list[dict[str, Any]]] = {}
-            for sampler in record["samplers"]:
-                passes.setdefault(sampler["sampler"], []).append(sampler)
-            for own in passes.values():
-                for earlier, later in zip(own, own[1:], strict=False):
-                    if later["step"] >= self.num_steps or later["step"] == earlier["step"]:
-                        continue
-                    seen_second = True
-                    if later["shuffle"] and later["epoch"] == earlier["epoch"]:
-                        yield Finding(
-                            later["step"],
-                            "data",
-                            "order of samples",
-                            f"DistributedSampler begins a second pass in the order of the first (epoch {later['epoch']})",
-                            cause="set_epoch is not called",
-                            remedy="call sampler.set_epoch(epoch) before each pass",
-                        )
-                        return
-            starts = [one["step"] for one in record["loaders"] if one["step"] < self.num_steps]
-            shuffles = any("Sequential" not in one["sampler"] for one in record["loaders"])
-            starts = sorted(set(starts))
-            for first, second in zip(starts, starts[1:], strict=False):
-                seen_second = True
-                length = min(second - first, self.num_steps - second)
-                one = [tuple(r) for r in rows[0][first : first + length]]
-                other = [tuple(r) for r in rows[0][second : second + length]]
-                distinct = len({row for own in one for row in own})
-                if length and one == other and shuffles and distinct > 2:
-                    yield Finding(
-                        second,
-                        "data",
-                        "order of samples",
-                        "a second pass over the data has the order of the first",
-                        cause="the sampler's seed does not change from pass to pass",
-                        remedy="call set_epoch, or give the sampler a generator that goes on",
-                    )
-                    return
-        if not seen_second:
-            self.coverage.leave_out("the order of a second pass over the data: --steps ends before it begins")
-
-    def _initial(self) -> Iterator[Finding]:
-        replicated = [key for key in self.order if not any(key in s["places"] for r in self.records for s in r["steps"])]
-        first = [record["steps"][0] for record in self.records if record["steps"]]
-        if len(first) < 2 or not replicated or not all(step["calls"] for step in first):
-            return
-        if any(step["places"] for step in first):
-            return
-        digests = [step["calls"][0]["weights"] for step in first]
-        if len(set(digests)) > 1:
-            odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
-            yield Finding(
-                0,
-                "initial weights",
-                self.records[0]["modules"][0]["class"],
-                "ranks begin with different weights",
-                odd,
-                cause="each process makes its own random values, and nothing broadcasts rank 0's",
-                remedy="wrap the model (DDP broadcasts), or set one seed before the model is made",
-            )
-
-    # ---------------------------------------------------------------------------------------------------- losses
-
-    def _losses(self) -> Iterator[Finding]:
-        """Compare what each counted element (token, sample) weighs in the update."""
-        ranks = len(self.records)
-        for number, steps in self.steps():
-            by_place: dict[tuple[int, str], list[tuple[int, float, int]]] = {}
-            for rank, step in enumerate(steps):
-                counts: Counter[int] = Counter()
-                scale = step["scales"][-1] if step["scales"] else 1.0
-                for loss in step["losses"]:
-                    if loss["gradient"] is None or not loss["count"]:
-                        continue
-                    place = counts[loss["call"]]
-                    counts[loss["call"]] += 1
-                    each = loss["gradient"] / scale / (loss["count"] if loss["reduction"] == "mean" else 1.0)
-                    if loss["reduction"] == "none":
-                        each = loss["gradient"] / scale / loss["count"]
-                    by_place.setdefault((place, loss["function"]), []).append((rank, each, loss["count"]))
-            for (_, function), weights in by_place.items():
-                self.coverage.losses += len(weights)
-                each = [abs(weight) for _, weight, _ in weights]
-                least, most = min(each), max(each)
-                if least > 0.0 and most / least > 1.0 + 5 * self.tolerance:
-                    counted = [count for _, _, count in weights]
-                    said = (
-                        f"elements weigh up to {most / least:.2f} times as much as others in one update: its "
-                        f"{len(weights)} microbatches of {_listed(counted)} elements are averaged each by itself"
-                    )
-                    yield Finding(
-                        number,
-                        "loss",
-                        function,
-                        said,
-                        cause="a mean over each microbatch or rank, where microbatches count different numbers of tokens",
-                        remedy="sum the losses, and divide by the number of tokens in the whole global batch",
-                    )
-                    continue
-                total = sum(weight * count for _, weight, count in weights) / ranks
-                if not math.isclose(total, 1.0, rel_tol=5 * self.tolerance):
-                    yield Finding(
-                        number,
-                        "loss",
-                        function,
-                        f"the weights of all elements sum to {total:.4g}, not 1",
-                        cause="the loss is multiplied or divided by something else than the number of its elements: "
-                        "microbatches, ranks, or another count of tokens",
-                        remedy="leave it if that is wanted (several losses, a weighted loss, a sum)",
-                        fails=False,
-                    )
-
-    # -------------------------------------------------------------------------------------------------- forwards
-
-    def _forwards(self) -> Iterator[Finding]:
-        if self.replay is None or "steps" not in self.replay:
-            self.coverage.leave_out("forwards, sharded gradients and updates: no replay in one process")
-            return
-        for number, steps in self.steps():
-            result = self.replay["steps"][number]
-            for words in result["left_out"]:
-                self.coverage.leave_out(f"a forward of step {number}: {words}")
-            for rank, step in enumerate(steps):
-                by_call = {one["call"]: one["outputs"] for one in result["outputs"][rank]}
-                for call in step["calls"]:
-                    replayed = by_call.get(call["number"])
-                    if replayed is None:
-                        continue
-                    self.coverage.forwards += 1
-                    for mine, other in zip(call["outputs"], replayed, strict=False):
-                        error = _distance(mine["values"], other["values"])
-                        if error > self.tolerance:
-                            yield Finding(
-                                number,
-                                "forward",
-                                self.records[0]["modules"][call["module"]]["class"],
-                                f"its output is {error:.2g} of its size from what one process computes of the same "
-                                "inputs and weights",
-                                rank,
-                                cause="the forward depends on more than inputs, weights and random state: the number "
-                                "of ranks, state of its own, or another part of the model",
-                            )
-                            break
-
-    # ------------------------------------------------------------------------------------------------- gradients
-
-    def _gradients(self) -> Iterator[Finding]:
-        for number, steps in self.steps():
-            replayed = self.replay["steps"][number]["local"] if self.replay and "steps" in self.replay else {}
-            if number == 0 and any(step["strange"] for step in steps):
-                used = sum(len(group["names"]) for group in steps[0]["groups"])
-                strange = steps[0]["strange"]
-                yield Finding(
-                    number,
-                    "update",
-                    self.records[0]["optimizers"][steps[0]["optimizer"]],
-                    f"{strange} of its {strange + used} tensors are in no module that the script calls",
-                    cause="the optimizer was made before the model was wrapped, sharded, moved or loaded",
-                    remedy="make the optimizer afterwards",
-                    fails=used == 0 or strange > used,
-                )
-            yield from self._backward(number, steps, replayed)
-            yield from self._reduction(number, steps, replayed)
-
-    def _backward(self, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]) -> Iterator[Finding]:
-        """Compare each rank's own gradients with those of the replay."""
-        told = False
-        for rank, step in enumerate(steps):
-            for key in self.order:
-                mine, other = step["local"].get(key), replayed.get(rank, {}).get(key)
-                if mine is None or other is None:
-                    continue
-                self.coverage.gradients += 1
-                error = _distance(mine, other)
-                if error > self.tolerance and not told:
-                    told = True
-                    yield Finding(
-                        number,
-                        "backward",
-                        self.named(key),
-                        f"this rank's own gradient is {error:.2g} of its size from the gradient of its outputs",
-                        rank,
-                        cause="a part of the loss that does not go through the model's forward, such as a penalty on "
-                        "weights; or a backward that changes gradients",
-                        fails=False,
-                    )
-
-    def _reduction(self, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]) -> Iterator[Finding]:
-        """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
-        ranks = len(steps)
-        scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
-        factors = [_clip_factor(step) for step in steps]
-        failed: list[tuple[str, float, list[float]]] = []
-        for key in self.order:
-            have = [step["gradients"].get(key) for step in steps]
-            if all(g is None for g in have):
-                continue
-            places = [step["places"].get(key) for step in steps]
-            own = [step["local"].get(key) for step in steps]
-            if any(place is not None for place in places) or any(g is None for g in own):
-                own = [replayed.get(rank, {}).get(key) for rank in range(ranks)]
-            if any(g is None for g in own):
-                self.coverage.leave_out(f"the reduction of {self.named(key)}: its local gradients were not seen")
-                continue
-            mean = torch.stack([g.double() for g in own]).mean(0) / scale
-            ratios, worst = [], 0.0
-            for rank in range(ranks):
-                mine = have[rank]
-                if mine is None:
-                    continue
-                self.coverage.gradients += 1
-                expected = _part(mean, places[rank]) * factors[rank]
-                got = mine.double() / (1.0 if _is_unscaled(steps[rank]) or scale == 1.0 else scale)
-                worst = max(worst, _distance(got, expected))
-                ratios.append(_ratio(got, expected))
-            if worst > self.tolerance:
-                failed.append((key, worst, ratios))
-        if not failed:
-            return
-        key, worst, ratios = failed[0]
-        own = [step["local"].get(key) for step in steps]
-        have = [step["gradients"].get(key) for step in steps]
-        fields: dict[str, Any] = {"step": number, "phase": "reduction", "name": self.named(key)}
-        many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
-        if all(g is not None for g in (*own, *have)) and all(
-            _distance(h.double(), o.double() / scale * f) <= self.tolerance
-            for h, o, f in zip(have, own, factors, strict=True)
-        ):
-            yield Finding(
-                **fields,
-                said=f"each rank's optimizer gets the rank's own gradient{many}",
-                cause="the model is not wrapped, or the wrapped model inside is called, so that nothing is reduced",
-                remedy="call the wrapper (DDP), not its .module",
-            )
-            return
-        steady = [
-            ratio for _, _, own_ratios in failed for ratio in own_ratios if math.isfinite(ratio) and ratio > 0.0
-        ]
-        by_rank = [[r[place] for _, _, r in failed if len(r) > place] for place in range(ranks)]
-        constant = [max(r) / max(min(r), 1e-30) < 1.0 + 10 * self.tolerance if r and min(r) > 0 else False for r in by_rank]
-        typical = [sum(r) / len(r) if r else math.nan for r in by_rank]
-        if all(constant) and steady and max(typical) / min(typical) > 1.0 + self.tolerance:
-            shown = " and ".join(f"{t:.4g}" for t in typical)
-            yield Finding(
-                **{**fields, "phase": "clipping"},
-                said=f"ranks' parts are the mean gradient times {shown}: one factor for each rank{many}",
-                cause="each rank clips by the norm of its own part",
-                remedy="clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
-            )
-            return
-        if all(constant) and steady:
-            times = sum(typical) / len(typical)
-            loss = self._total_weight(steps)
-            if loss is not None and math.isclose(loss * times, 1.0, rel_tol=5 * self.tolerance):
-                return  # the loss is divided by the whole batch, and gradients are summed
-            yield Finding(
-                **fields,
-                said=f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}",
-                cause="gradients are summed instead of averaged, or averaged twice" if times != 0 else "",
-                remedy=f"divide by {ranks} once, or let the wrapper do it",
-            )
-            return
-        yield Finding(
-            **fields,
-            said=f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}",
-            cause="gradients are changed between the backward and the optimizer, or some are not reduced",
-        )
-
-    def _total_weight(self, steps: list[dict[str, Any]]) -> float | None:
-        totals = [
-            loss["gradient"] * (1.0 if loss["reduction"] == "mean" else 1.0)
-            for step in steps
-            for loss in step["losses"]
-            if loss["gradient"] is not None and loss["reduction"] != "none"
-        ]
-        return sum(totals) / len(steps) if totals else None
-
-    # --------------------------------------------------------------------------------------------------- updates
-
-    def _schedule(self) -> Iterator[Finding]:
-        for number, steps in self.steps():
-            for place in range(min(len(step["groups"]) for step in steps)):
-                rates = [step["groups"][place]["values"].get("lr") for step in steps]
-                if any(rate != rates[0] for rate in rates):
-                    yield Finding(
-                        number,
-                        "schedule",
-                        f"learning rate of group {place}",
-                        f"ranks have {_listed(rates)}",
-                        cause="a scheduler follows a number that only one rank knows, such as its own loss",
-                        remedy="reduce the number over ranks before scheduler.step(number)",
-                    )
-                    return
-
-    def _updates(self) -> Iterator[Finding]:
-        for number, steps in self.steps():
-            whole = [key for key in steps[0]["after_digests"] if key not in steps[0]["places"]]
-            for key in whole:
-                own = [step["after_digests"].get(key) for step in steps]
-                if len(set(own)) > 1:
-                    yield Finding(
-                        number,
-                        "replicas",
-                        self.named(key),
-                        "ranks have different weights after the update",
-                        next(rank for rank, one in enumerate(own) if one != own[0]),
-                    )
-                    break
-            result = self.replay["steps"][number] if self.replay and "steps" in self.replay else None
-            if result is None or result["updated"] is None:
-                self.coverage.leave_out("updates by the script's own optimizer: it was not found in one process")
-                continue
-            for key, mine in result["updated"].items():
-                before = self._before(number, key)
-                for rank, step in enumerate(steps):
-                    after = step["after"].get(key)
-                    if after is None:
-                        continue
-                    place = step["places"].get(key)
-                    self.coverage.updates += 1
-                    moved = after.double() - _part(before, place).double() if before is not None else after.double()
-                    expected = _part(mine, place).double() - (
-                        _part(before, place).double() if before is not None else 0.0
-                    )
-                    error = _distance(moved, expected)
-                    tiny = (moved - expected).norm() <= 1e-6 * after.double().norm()
-                    if error > self.tolerance and not tiny:
-                        yield Finding(
-                            number,
-                            "update",
-                            self.named(key),
-                            f"the change of its weights is {error:.2g} of its size from what the optimizer makes of "
-                            "the same gradient",
-                            rank,
-                            cause="weights are changed outside of the optimizer, or its state differs",
-                        )
-                        return
-
-    def _before(self, number: int, key: str) -> Tensor | None:
+    def before(self, number: int, key: str) -> Tensor | None:
         """Return a whole parameter's newest recorded values before a step's update."""
         whole: Tensor | None = None
         for step in range(number + 1):
@@ -540,58 +118,495 @@ class Checks:
         return whole
 
 
-    def compare_rerun(self, record: dict[str, Any]) -> list[Finding]:
-        """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
-        found: list[Finding] = []
-        compared = 0
-        for number, steps in self.steps():
-            if number >= len(record["steps"]):
-                break
-            single = record["steps"][number]
-            rows = Counter(row for step in steps for call in step["calls"] for row in call["rows"])
-            if rows != Counter(row for call in single["calls"] for row in call["rows"]):
+def findings_of(evidence: Evidence) -> list[Finding]:
+    """Return all findings, the first in time and cause first."""
+    diverging = [
+        *_processes(evidence),
+        *_data(evidence),
+        *_initial(evidence),
+        *_losses(evidence),
+        *_forwards(evidence),
+        *_gradients(evidence),
+        *_schedule(evidence),
+        *_updates(evidence),
+    ]
+    return in_order(diverging)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings by time and cause, divergences first."""
+    return sorted(findings, key=lambda one: (not one.fails, one.step, PHASES.index(one.phase)))
+
+
+def _processes(evidence: Evidence) -> Iterator[Finding]:
+    counts = [len(record["steps"]) for record in evidence.records]
+    if len(set(counts)) > 1:
+        few = counts.index(min(counts))
+        said = f"ends after {counts[few]} optimizer steps, rank {counts.index(max(counts))} after {max(counts)}"
+        yield Finding(
+            min(counts),
+            "processes",
+            "number of steps",
+            said,
+            few,
+            cause="ranks have unequal numbers of batches, or a rank leaves out an update",
+            remedy="use drop_last=True or a DistributedSampler, which pads",
+        )
+    kinds = {tuple(module["class"] for module in record["modules"]) for record in evidence.records}
+    if len(kinds) > 1:
+        yield Finding(0, "processes", "modules", f"ranks call different modules: {sorted(kinds)}")
+
+
+def _data(evidence: Evidence) -> Iterator[Finding]:
+    ranks = len(evidence.records)
+    rows = [
+        [[row for call in step["calls"] for row in call["rows"]] for step in record["steps"]]
+        for record in evidence.records
+    ]
+    evidence.coverage.samples = sum(len(own) for of_rank in rows for own in of_rank)
+    constant = (
+        ranks > 1 and evidence.num_steps > 1 and len({tuple(own) for r in rows for own in r[: evidence.num_steps]}) == 1
+    )
+    if constant:
+        evidence.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
+        return
+    sharded = any(step["places"] for record in evidence.records for step in record["steps"])
+    if ranks > 1:
+        for number in range(evidence.num_steps):
+            own = [tuple(of_rank[number]) for of_rank in rows]
+            if not own[0] or (len(set(own)) == ranks and not _overlap(own)):
                 continue
-            compared += 1
-            rates = [group["values"].get("lr") for group in steps[0]["groups"]]
-            other = [group["values"].get("lr") for group in single["groups"]]
-            if len(rates) == len(other) and not all(_close(a, b) for a, b in zip(rates, other, strict=True)):
-                found.append(
+            if len(set(own)) == 1 and sharded and _divides_model(evidence):
+                continue
+            same = _overlap(own)
+            said = (
+                f"all ranks train on the same {len(own[0])} samples"
+                if len(set(own)) == 1
+                else f"ranks share {same} samples of {len(own[0])}"
+            )
+            yield Finding(
+                number,
+                "data",
+                "samples",
+                said,
+                cause="each rank reads the whole data in the same order: the loader has no DistributedSampler, "
+                "or was not prepared by the framework",
+                remedy="DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
+                fails=len(set(own)) == 1 or same * 2 >= len(own[0]),
+            )
+            break
+    yield from _epochs(evidence, rows)
+
+
+def _divides_model(evidence: Evidence) -> bool:
+    kinds = [
+        kind
+        for record in evidence.records
+        for step in record["steps"]
+        for place in step["places"].values()
+        for kind in place["placements"]
+    ]
+    return "Replicate" in kinds or any(
+        len(p["placements"]) > 1 for s in evidence.records[0]["steps"] for p in s["places"].values()
+    )
+
+
+def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding]:
+    """Find orders that repeat from one pass over the data to the next."""
+    seen_second = False
+    for record in evidence.records[:1]:
+        passes: dict[int, list[dict[str, Any]]] = {}
+        for sampler in record["samplers"]:
+            passes.setdefault(sampler["sampler"], []).append(sampler)
+        for own in passes.values():
+            for earlier, later in itertools.pairwise(own):
+                if later["step"] >= evidence.num_steps or later["step"] == earlier["step"]:
+                    continue
+                seen_second = True
+                if later["shuffle"] and later["epoch"] == earlier["epoch"]:
+                    yield Finding(
+                        later["step"],
+                        "data",
+                        "order of samples",
+                        f"a second pass has the order of the first: the sampler's epoch is {later['epoch']} again",
+                        cause="set_epoch is not called",
+                        remedy="call sampler.set_epoch(epoch) before each pass",
+                    )
+                    return
+        starts = [one["step"] for one in record["loaders"] if one["step"] < evidence.num_steps]
+        shuffles = any("Sequential" not in one["sampler"] for one in record["loaders"])
+        starts = sorted(set(starts))
+        for first, second in itertools.pairwise(starts):
+            seen_second = True
+            length = min(second - first, evidence.num_steps - second)
+            one = [tuple(r) for r in rows[0][first : first + length]]
+            other = [tuple(r) for r in rows[0][second : second + length]]
+            distinct = len({row for own in one for row in own})
+            if length and one == other and shuffles and distinct > 2:
+                yield Finding(
+                    second,
+                    "data",
+                    "order of samples",
+                    "a second pass over the data has the order of the first",
+                    cause="the sampler's seed does not change from pass to pass",
+                    remedy="call set_epoch, or give the sampler a generator that goes on",
+                )
+                return
+    if not seen_second:
+        evidence.coverage.leave_out("the order of a second pass over the data: --steps ends before it begins")
+
+
+def _initial(evidence: Evidence) -> Iterator[Finding]:
+    replicated = [
+        key for key in evidence.order if not any(key in s["places"] for r in evidence.records for s in r["steps"])
+    ]
+    first = [record["steps"][0] for record in evidence.records if record["steps"]]
+    if len(first) < 2 or not replicated or not all(step["calls"] for step in first):
+        return
+    if any(step["places"] for step in first):
+        return
+    digests = [step["calls"][0]["weights"] for step in first]
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
+        yield Finding(
+            0,
+            "initial weights",
+            evidence.records[0]["modules"][0]["class"],
+            "ranks begin with different weights",
+            odd,
+            cause="each process makes its own random values, and nothing broadcasts rank 0's",
+            remedy="wrap the model (DDP broadcasts), or set one seed before the model is made",
+        )
+
+
+def _losses(evidence: Evidence) -> Iterator[Finding]:
+    """Compare what each counted element (token, sample) weighs in the update."""
+    ranks = len(evidence.records)
+    for number, steps in evidence.steps():
+        by_place: dict[tuple[int, str], list[tuple[int, float, int]]] = {}
+        for rank, step in enumerate(steps):
+            counts: Counter[int] = Counter()
+            scale = step["scales"][-1] if step["scales"] else 1.0
+            for loss in step["losses"]:
+                if loss["gradient"] is None or not loss["count"]:
+                    continue
+                place = counts[loss["call"]]
+                counts[loss["call"]] += 1
+                each = loss["gradient"] / scale / (loss["count"] if loss["reduction"] == "mean" else 1.0)
+                if loss["reduction"] == "none":
+                    each = loss["gradient"] / scale / loss["count"]
+                by_place.setdefault((place, loss["function"]), []).append((rank, each, loss["count"]))
+        for (_, function), weights in by_place.items():
+            evidence.coverage.losses += len(weights)
+            each = [abs(weight) for _, weight, _ in weights]
+            least, most = min(each), max(each)
+            if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance:
+                counted = [count for _, _, count in weights]
+                said = (
+                    f"elements weigh up to {most / least:.2f} times as much as others in one update: its "
+                    f"{len(weights)} microbatches of {_listed(counted)} elements are averaged each by itself"
+                )
+                yield Finding(
+                    number,
+                    "loss",
+                    function,
+                    said,
+                    cause="a mean over each microbatch or rank, which count different numbers of tokens",
+                    remedy="sum the losses, and divide by the number of tokens in the whole global batch",
+                )
+                continue
+            total = sum(weight * count for _, weight, count in weights) / ranks
+            if not math.isclose(total, 1.0, rel_tol=5 * evidence.tolerance):
+                yield Finding(
+                    number,
+                    "loss",
+                    function,
+                    f"the weights of all elements sum to {total:.4g}, not 1",
+                    cause="the loss is multiplied or divided by something else than the number of its elements: "
+                    "microbatches, ranks, or another count of tokens",
+                    remedy="leave it if that is wanted (several losses, a weighted loss, a sum)",
+                    fails=False,
+                )
+
+
+def _forwards(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.replay is None or "steps" not in evidence.replay:
+        evidence.coverage.leave_out("forwards, sharded gradients and updates: no replay in one process")
+        return
+    for number, steps in evidence.steps():
+        result = evidence.replay["steps"][number]
+        for words in result["left_out"]:
+            evidence.coverage.leave_out(f"a forward of step {number}: {words}")
+        for rank, step in enumerate(steps):
+            by_call = {one["call"]: one["outputs"] for one in result["outputs"][rank]}
+            for call in step["calls"]:
+                replayed = by_call.get(call["number"])
+                if replayed is None:
+                    continue
+                evidence.coverage.forwards += 1
+                for mine, other in zip(call["outputs"], replayed, strict=False):
+                    error = _distance(mine["values"], other["values"])
+                    if error > evidence.tolerance:
+                        yield Finding(
+                            number,
+                            "forward",
+                            evidence.records[0]["modules"][call["module"]]["class"],
+                            f"its output is {error:.2g} of its size from what one process computes of the same "
+                            "inputs and weights",
+                            rank,
+                            cause="the forward depends on more than inputs, weights and random state: the number "
+                            "of ranks, state of its own, or another part of the model",
+                        )
+                        break
+
+
+def _gradients(evidence: Evidence) -> Iterator[Finding]:
+    for number, steps in evidence.steps():
+        replayed = evidence.replay["steps"][number]["local"] if evidence.replay and "steps" in evidence.replay else {}
+        if number == 0 and any(step["strange"] for step in steps):
+            used = sum(len(group["names"]) for group in steps[0]["groups"])
+            strange = steps[0]["strange"]
+            yield Finding(
+                number,
+                "update",
+                evidence.records[0]["optimizers"][steps[0]["optimizer"]],
+                f"{strange} of its {strange + used} tensors are in no module that the script calls",
+                cause="the optimizer was made before the model was wrapped, sharded, moved or loaded",
+                remedy="make the optimizer afterwards",
+                fails=used == 0 or strange > used,
+            )
+        yield from _backward(evidence, number, steps, replayed)
+        yield from _reduction(evidence, number, steps, replayed)
+
+
+def _backward(
+    evidence: Evidence, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]
+) -> Iterator[Finding]:
+    """Compare each rank's own gradients with those of the replay."""
+    is_reported = False
+    for rank, step in enumerate(steps):
+        for key in evidence.order:
+            mine, other = step["local"].get(key), replayed.get(rank, {}).get(key)
+            if mine is None or other is None:
+                continue
+            evidence.coverage.gradients += 1
+            error = _distance(mine, other)
+            if error > evidence.tolerance and not is_reported:
+                is_reported = True
+                yield Finding(
+                    number,
+                    "backward",
+                    evidence.named(key),
+                    f"this rank's own gradient is {error:.2g} of its size from the gradient of its outputs",
+                    rank,
+                    cause="a part of the loss that does not go through the model's forward, such as a penalty on "
+                    "weights; or a backward that changes gradients",
+                    fails=False,
+                )
+
+
+def _reduction(
+    evidence: Evidence, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]
+) -> Iterator[Finding]:
+    """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
+    ranks = len(steps)
+    scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
+    factors = [_clip_factor(step) for step in steps]
+    failed: list[tuple[str, float, list[float]]] = []
+    for key in evidence.order:
+        have = [step["gradients"].get(key) for step in steps]
+        if all(g is None for g in have):
+            continue
+        places = [step["places"].get(key) for step in steps]
+        own = [step["local"].get(key) for step in steps]
+        if any(place is not None for place in places) or any(g is None for g in own):
+            own = [replayed.get(rank, {}).get(key) for rank in range(ranks)]
+        if any(g is None for g in own):
+            evidence.coverage.leave_out(f"the reduction of {evidence.named(key)}: its local gradients were not seen")
+            continue
+        mean = torch.stack([g.double() for g in own]).mean(0) / scale
+        ratios, worst = [], 0.0
+        for rank in range(ranks):
+            mine = have[rank]
+            if mine is None:
+                continue
+            evidence.coverage.gradients += 1
+            expected = _part(mean, places[rank]) * factors[rank]
+            got = mine.double() / (1.0 if _is_unscaled(steps[rank]) or scale == 1.0 else scale)
+            worst = max(worst, _distance(got, expected))
+            ratios.append(_ratio(got, expected))
+        if worst > evidence.tolerance:
+            failed.append((key, worst, ratios))
+    if not failed:
+        return
+    key, worst, ratios = failed[0]
+    own = [step["local"].get(key) for step in steps]
+    have = [step["gradients"].get(key) for step in steps]
+    fields: dict[str, Any] = {"step": number, "phase": "reduction", "name": evidence.named(key)}
+    many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
+    if all(g is not None for g in (*own, *have)) and all(
+        _distance(h.double(), o.double() / scale * f) <= evidence.tolerance
+        for h, o, f in zip(have, own, factors, strict=True)
+    ):
+        yield Finding(
+            **fields,
+            said=f"each rank's optimizer gets the rank's own gradient{many}",
+            cause="the model is not wrapped, or the wrapped model inside is called, so that nothing is reduced",
+            remedy="call the wrapper (DDP), not its .module",
+        )
+        return
+    steady = [ratio for _, _, own_ratios in failed for ratio in own_ratios if math.isfinite(ratio) and ratio > 0.0]
+    by_rank = [[r[place] for _, _, r in failed if len(r) > place] for place in range(ranks)]
+    constant = [
+        max(r) / max(min(r), 1e-30) < 1.0 + 10 * evidence.tolerance if r and min(r) > 0 else False for r in by_rank
+    ]
+    typical = [sum(r) / len(r) if r else math.nan for r in by_rank]
+    if all(constant) and steady and max(typical) / min(typical) > 1.0 + evidence.tolerance:
+        shown = " and ".join(f"{t:.4g}" for t in typical)
+        yield Finding(
+            **{**fields, "phase": "clipping"},
+            said=f"ranks' parts are the mean gradient times {shown}: one factor for each rank{many}",
+            cause="each rank clips by the norm of its own part",
+            remedy="clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
+        )
+        return
+    if all(constant) and steady:
+        times = sum(typical) / len(typical)
+        loss = _total_weight(evidence, steps)
+        if loss is not None and math.isclose(loss * times, 1.0, rel_tol=5 * evidence.tolerance):
+            return  # the loss is divided by the whole batch, and gradients are summed
+        yield Finding(
+            **fields,
+            said=f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}",
+            cause="gradients are summed instead of averaged, or averaged twice" if times != 0 else "",
+            remedy=f"divide by {ranks} once, or let the wrapper do it",
+        )
+        return
+    yield Finding(
+        **fields,
+        said=f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}",
+        cause="gradients are changed between the backward and the optimizer, or some are not reduced",
+    )
+
+
+def _total_weight(evidence: Evidence, steps: list[dict[str, Any]]) -> float | None:
+    """Return the sum of what all elements weigh, divided by the number of ranks; None if no loss was seen."""
+    losses = [loss for step in steps for loss in step["losses"] if loss["gradient"] is not None]
+    each = [one["gradient"] * (1.0 if one["reduction"] == "mean" else one["count"]) for one in losses]
+    return sum(each) / len(steps) if each else None
+
+
+def _schedule(evidence: Evidence) -> Iterator[Finding]:
+    for number, steps in evidence.steps():
+        for place in range(min(len(step["groups"]) for step in steps)):
+            rates = [step["groups"][place]["values"].get("lr") for step in steps]
+            if any(rate != rates[0] for rate in rates):
+                yield Finding(
+                    number,
+                    "schedule",
+                    f"learning rate of group {place}",
+                    f"ranks have {_listed(rates)}",
+                    cause="a scheduler follows a number that only one rank knows, such as its own loss",
+                    remedy="reduce the number over ranks before scheduler.step(number)",
+                )
+                return
+
+
+def _updates(evidence: Evidence) -> Iterator[Finding]:
+    for number, steps in evidence.steps():
+        whole = [key for key in steps[0]["after_digests"] if key not in steps[0]["places"]]
+        for key in whole:
+            own = [step["after_digests"].get(key) for step in steps]
+            if len(set(own)) > 1:
+                yield Finding(
+                    number,
+                    "replicas",
+                    evidence.named(key),
+                    "ranks have different weights after the update",
+                    next(rank for rank, one in enumerate(own) if one != own[0]),
+                )
+                break
+        result = evidence.replay["steps"][number] if evidence.replay and "steps" in evidence.replay else None
+        if result is None or result["updated"] is None:
+            evidence.coverage.leave_out("updates by the script's own optimizer: it was not diverging in one process")
+            continue
+        for key, mine in result["updated"].items():
+            before = evidence.before(number, key)
+            for rank, step in enumerate(steps):
+                after = step["after"].get(key)
+                if after is None:
+                    continue
+                place = step["places"].get(key)
+                evidence.coverage.updates += 1
+                moved = after.double() - _part(before, place).double() if before is not None else after.double()
+                expected = _part(mine, place).double() - (_part(before, place).double() if before is not None else 0.0)
+                error = _distance(moved, expected)
+                tiny = (moved - expected).norm() <= 1e-6 * after.double().norm()
+                if error > evidence.tolerance and not tiny:
+                    yield Finding(
+                        number,
+                        "update",
+                        evidence.named(key),
+                        f"the change of its weights is {error:.2g} of its size from what the optimizer makes of "
+                        "the same gradient",
+                        rank,
+                        cause="weights are changed outside of the optimizer, or its state differs",
+                    )
+                    return
+
+
+def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
+    """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
+    diverging: list[Finding] = []
+    compared = 0
+    for number, steps in evidence.steps():
+        if number >= len(record["steps"]):
+            break
+        single = record["steps"][number]
+        rows = Counter(row for step in steps for call in step["calls"] for row in call["rows"])
+        if rows != Counter(row for call in single["calls"] for row in call["rows"]):
+            continue
+        compared += 1
+        rates = [group["values"].get("lr") for group in steps[0]["groups"]]
+        other = [group["values"].get("lr") for group in single["groups"]]
+        if len(rates) == len(other) and not all(_close(a, b) for a, b in zip(rates, other, strict=True)):
+            diverging.append(
+                Finding(
+                    number,
+                    "schedule",
+                    "learning rate",
+                    f"is {_listed(rates)}; one process with the same samples has {_listed(other)}",
+                    cause="the schedule's length or rate follows the number of processes",
+                    remedy="count optimizer steps of the global batch",
+                )
+            )
+        if number:
+            continue
+        ratios = []
+        for key in evidence.order:
+            mine, alone = steps[0]["gradients"].get(key), single["gradients"].get(key)
+            if mine is not None and alone is not None and mine.shape == alone.shape:
+                mine = mine.double() / _clip_factor(steps[0])
+                alone = alone.double() / _clip_factor(single)
+                if alone.norm() > 1e-8:
+                    ratios.append((_ratio(mine, alone), _distance(mine, alone)))
+        factors = [ratio for ratio, _ in ratios]
+        if factors and max(e for _, e in ratios) > 5 * evidence.tolerance and min(factors) > 0.0:
+            mean = sum(factors) / len(factors)
+            if max(factors) / min(factors) < 1.0 + 10 * evidence.tolerance and abs(mean - 1.0) > 0.02:
+                diverging.append(
                     Finding(
                         number,
-                        "schedule",
-                        "learning rate",
-                        f"is {_listed(rates)}; one process with the same samples has {_listed(other)}",
-                        cause="the schedule's length or rate follows the number of processes",
-                        remedy="count optimizer steps of the global batch",
+                        "loss",
+                        "gradient",
+                        f"is {mean:.4g} times that of one process with the same samples",
+                        cause="the loss is multiplied by a number that follows the number of processes",
+                        remedy="divide by the samples of the whole batch alone",
                     )
                 )
-            if number:
-                continue
-            ratios = []
-            for key in self.order:
-                mine, alone = steps[0]["gradients"].get(key), single["gradients"].get(key)
-                if mine is not None and alone is not None and mine.shape == alone.shape:
-                    mine = mine.double() / _clip_factor(steps[0])
-                    alone = alone.double() / _clip_factor(single)
-                    if alone.norm() > 1e-8:
-                        ratios.append((_ratio(mine, alone), _distance(mine, alone)))
-            factors = [ratio for ratio, _ in ratios]
-            if factors and max(e for _, e in ratios) > 5 * self.tolerance and min(factors) > 0.0:
-                mean = sum(factors) / len(factors)
-                if max(factors) / min(factors) < 1.0 + 10 * self.tolerance and abs(mean - 1.0) > 0.02:
-                    found.append(
-                        Finding(
-                            number,
-                            "loss",
-                            "gradient",
-                            f"is {mean:.4g} times that of one process with the same samples",
-                            cause="the loss is multiplied by a number that follows the number of processes",
-                            remedy="divide by the samples of the whole batch alone",
-                        )
-                    )
-        if not compared:
-            self.coverage.leave_out("the schedule's length: one process with the global batch reads other samples")
-        return found
+    if not compared:
+        evidence.coverage.leave_out("the schedule's length: one process with the global batch reads other samples")
+    return diverging
 
 
 def _close(one: Any, other: Any) -> bool:
@@ -633,7 +648,7 @@ def _clip_factor(step: dict[str, Any]) -> float:
     """Return the factor that the recorded calls of clip_grad_norm_ multiply gradients by."""
     factor = 1.0
     for clip in step["clips"]:
-        if clip["kind"] == "norm":
+        if clip["norm"] is not None:
             factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
     return factor
 

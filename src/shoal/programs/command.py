@@ -19,7 +19,7 @@ import torch
 from shoal.distributed.process_setup import versions
 from shoal.errors import CommandError, ExitCode, folded
 from shoal.launch.supervise.child import Child
-from shoal.programs.check import Checks, Coverage, Finding, read_records
+from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order, read_records
 from shoal.report.quantities import several
 from shoal.runs.certificate import SCHEMA
 from shoal.runs.directory import write_file
@@ -126,9 +126,7 @@ class Processes:
         return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
 
 
-def verify_script(
-    script: Script, devices: int, steps: int, out: Path, *, keep: bool = False
-) -> ExitCode:
+def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: bool = False) -> ExitCode:
     """Observe a script's first steps on several processes, replay them on one, and print and write the verdict.
 
     Raises: CommandError for a command that cannot run, or of which nothing was seen.
@@ -161,13 +159,13 @@ def verify_script(
             )
         _say("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records))
-        checks = Checks(records, replay)
-        findings = checks.findings()
-        if "{batch}" in script.command and len(records) > 1:
+        evidence = Evidence(records, replay)
+        findings = findings_of(evidence)
+        if "{batch}" in script.command and len(records) > 1 and not any(one.fails for one in findings):
             _say("rerun", f"one process with batches of {script.batch * devices}")
-            findings = sorted_findings([*findings, *_rerun(script, out / ".rerun", devices, checks)])
-        coverage = checks.coverage
-        report = report_of(findings, coverage, checks, time.monotonic() - began)
+            findings = in_order([*findings, *_rerun(script, out / ".rerun", devices, evidence)])
+        coverage = evidence.coverage
+        report = report_of(findings, coverage, evidence, time.monotonic() - began)
         for line in report:
             print(folded(line, 19), flush=True)
         verdict = verdict_of(findings, coverage)
@@ -177,7 +175,7 @@ def verify_script(
             "verdict": verdict,
             "script": {"command": script.command, "launcher": script.launcher, "batch": script.batch},
             "devices": devices,
-            "steps": checks.num_steps,
+            "steps": evidence.num_steps,
             "versions": versions(),
             "libraries": records[0]["libraries"],
             "seconds": round(time.monotonic() - began, 2),
@@ -211,31 +209,26 @@ def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | No
         said = "; ".join(process.last_lines(0)[-2:]) or "it ended before its first forward"
         _say("note", f"no replay: one process of the script does not reach a forward: {said}")
         return None
-    result: dict[str, Any] = torch.load(path, weights_only=False)
+    result: dict[str, Any] = torch.load(path, weights_only=True)
     if "error" in result:
         _say("note", f"no replay: {result['error']}")
         return None
     return result
 
 
-def _rerun(script: Script, folder: Path, devices: int, checks: Checks) -> Sequence[Finding]:
+def _rerun(script: Script, folder: Path, devices: int, evidence: Evidence) -> Sequence[Finding]:
     """Run the script on one process with the global batch, and compare the schedule where the samples agree."""
     shutil.rmtree(folder, ignore_errors=True)
-    options = {"mode": "record", "steps": checks.num_steps}
+    options = {"mode": "record", "steps": evidence.num_steps}
     process = Processes(script, folder, 1, script.batch * devices, options)
     process.finish()
     records = read_records(folder)
     if not records:
-        checks.coverage.leave_out("the schedule's length: the script does not run on one process with the global batch")
+        evidence.coverage.leave_out(
+            "the schedule's length: the script does not run on one process with the global batch"
+        )
         return []
-    return checks.compare_rerun(records[0])
-
-
-def sorted_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings by time and cause, divergences first."""
-    from shoal.programs.check import PHASES
-
-    return sorted(findings, key=lambda one: (not one.fails, one.step, PHASES.index(one.phase)))
+    return compare_rerun(evidence, records[0])
 
 
 def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
@@ -245,7 +238,7 @@ def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
     return "verified" if coverage.forwards and coverage.gradients and coverage.updates else "nothing seen"
 
 
-def report_of(findings: Sequence[Finding], coverage: Coverage, checks: Checks, seconds: float) -> list[str]:
+def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidence, seconds: float) -> list[str]:
     """Return the lines for people: the first divergence, notes, coverage, verdict."""
     lines: list[str] = []
     failing = [one for one in findings if one.fails]
@@ -261,15 +254,15 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, checks: Checks, s
     if others:
         shown = ", ".join(sorted({phase for phase, _ in others}))
         lines.append(f"                   {len(others)} later checks diverge as well, as they may after it: {shown}")
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for one in findings:
-        if not one.fails and (one.phase, one.name) not in told:
-            told.add((one.phase, one.name))
+        if not one.fails and (one.phase, one.name) not in reported:
+            reported.add((one.phase, one.name))
             lines.append(f"note               step {one.step + 1}, {one.phase}: {one.name}: {one.said}")
             if one.cause:
                 lines.append(f"                   {one.cause}")
     lines.append(
-        f"seen               {several(checks.num_steps, 'step')}: {several(coverage.samples, 'sample')}, "
+        f"seen               {several(evidence.num_steps, 'step')}: {several(coverage.samples, 'sample')}, "
         f"{several(coverage.forwards, 'forward')} replayed, {several(coverage.gradients, 'gradient')} compared, "
         f"{several(coverage.updates, 'update')} of a parameter repeated, {several(coverage.losses, 'loss')} weighed"
     )

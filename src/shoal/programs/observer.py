@@ -9,12 +9,11 @@ recorded forward again from the recorded weights, and each recorded update with 
 """
 
 import atexit
-import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
-import pickle
 import random
 import sys
 import threading
@@ -78,26 +77,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of this rank's values on the host."""
     return local(tensor).to("cpu", copy=True)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a SHA-1 of a tensor's values on this rank."""
+    """Return a digest of a tensor's values on this rank."""
     flat = local(tensor).cpu().contiguous().view(-1)
     flat = flat.view(torch.uint8) if flat.numel() else flat
-    return hashlib.sha1(flat.numpy().data if flat.numel() else b"").hexdigest()
+    return hashlib.blake2b(flat.numpy().data if flat.numel() else b"", digest_size=16).hexdigest()
 
 
 def row_digests(tensor: torch.Tensor) -> list[str]:
-    """Return a SHA-1 of each row of a batch."""
+    """Return a digest of each row of a batch."""
     with torch.no_grad():
         rows = local(tensor).cpu().contiguous()
         if rows.ndim == 0 or not rows.numel():
             return []
         flat = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
-    return [hashlib.sha1(row.data).hexdigest()[:16] for row in flat]
+    return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in flat]
 
 
 def plain_name(name: str) -> str:
@@ -108,27 +107,27 @@ def plain_name(name: str) -> str:
 
 
 def moved(tree: Any) -> Any:
-    """Return a copy of an argument tree for a pickle: tensors on the host; other objects as they are, if possible."""
+    """Return a copy of an argument tree as data: tensors on the host, mappings as dicts.
+
+    Raises: TypeError for an object that is no data.
+    """
     if isinstance(tree, torch.Tensor):
-        return kept(tree)
+        return host_copy(tree)
     if type(tree) in (list, tuple):
         return type(tree)(moved(one) for one in tree)
     if isinstance(tree, dict) or (hasattr(tree, "keys") and hasattr(tree, "__getitem__")):
-        return {key: moved(tree[key]) for key in tree.keys()}
+        return {key: moved(value) for key, value in tree.items()}
     if isinstance(tree, (int, float, str, bool, type(None), torch.dtype, torch.Size)):
         return tree
-    try:
-        pickle.dumps(tree)
-    except Exception:
-        raise TypeError(f"an argument of type {type(tree).__name__}") from None
-    return tree
+    raise TypeError(f"an argument of type {type(tree).__name__}")
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of the process's random generators."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
+        kind, words, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(words.astype("int64")), *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -139,16 +138,18 @@ def restore_random(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+        kind, words, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, words.numpy().astype("uint32"), *rest))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: Any) -> bool:
+    """Return True for a DTensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
-def place_of(tensor: torch.Tensor) -> dict[str, Any] | None:
+def place_of(tensor: Any) -> dict[str, Any] | None:
     """Return where a rank's part lies in the whole tensor: shape, offset and placements. None for a whole tensor."""
     if not is_sharded(tensor):
         return None
@@ -173,14 +174,15 @@ class Sketch:
         return {"shape": tuple(values.shape), "norm": norm, "values": flat.to("cpu", copy=True)}
 
 
-class Modules:
-    """Outermost modules in the order of their first calls, and keys of their parameters."""
+class ScriptParts:
+    """Outermost modules in the order of their first calls, keys of their parameters, and optimizers."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.places: dict[int, int] = {}
         self.keys: dict[int, str] = {}  # id of a parameter -> "MODULE:NAME"
-        self.parameters: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
 
     def number(self, module: nn.Module) -> int:
         """Return a module's number; a new module's parameters become known."""
@@ -194,20 +196,36 @@ class Modules:
                 self.keys[id(parameter)], self.parameters[key] = key, parameter
         return number
 
+    def is_newest(self, key: str, parameter: torch.Tensor) -> bool:
+        """Return True if a parameter is still the module's own of that name."""
+        return self.parameters.get(key) is parameter
 
-class Recorder:
+    def number_of(self, optimizer: Any) -> int:
+        """Return an optimizer's number, in the order of their construction."""
+        for place, own in enumerate(self.optimizers):
+            if own is optimizer:
+                return place
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+
+def new_step() -> dict[str, Any]:
+    """Return the record of a step without anything in it."""
+    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales")}
+    return {**lists, "unscaled": False, "scheduled": 0, "weights": {}, "buffers": {}, "places": {}}
+
+
+class ScriptRecorder:
     """Recorder of a rank's first steps."""
 
     def __init__(self, folder: str, num_steps: int, keeps: int) -> None:
         self.folder, self.num_steps, self._most_bytes = folder, num_steps, keeps
-        self.known = Modules()
-        self.optimizers: list[Any] = []
+        self.known = ScriptParts()
         self.steps: list[dict[str, Any]] = []
         self.unseen: list[str] = []  # what could not be observed, in words
         self.samplers: list[dict[str, Any]] = []
         self.loaders: list[dict[str, Any]] = []
-        self.scheduled = 0
-        self._depth = threading.local()
+        self.thread = threading.local()
         self._stored: dict[str, str] = {}  # digest of each parameter's newest stored values
         self._local: dict[str, torch.Tensor] = {}
         self._passes: dict[str, list[int]] = {}
@@ -216,33 +234,9 @@ class Recorder:
         self._in_backward = 0
         self.seconds = 0.0
         self._done = False
-        self._bytes = 0
-        self._new_step()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank, which a script that starts its processes itself may set late."""
-        return torch.distributed.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
-
-    @property
-    def world(self) -> int:
-        """The number of processes."""
-        return torch.distributed.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+        self.step = new_step()
 
     # ------------------------------------------------------------------------------------------------- the step
-
-    def _new_step(self) -> None:
-        self.step: dict[str, Any] = {
-            "calls": [],
-            "losses": [],
-            "clips": [],
-            "scales": [],
-            "unscaled": False,
-            "scheduled": 0,
-            "weights": {},
-            "buffers": {},
-            "places": {},
-        }
 
     def note(self, what: str) -> None:
         """Note once what cannot be observed."""
@@ -254,24 +248,24 @@ class Recorder:
         now = digest(tensor)
         if self._stored.get(key) != now:
             self._stored[key] = now
-            if self.rank == 0 or is_sharded(tensor):
-                into[key] = kept(tensor)
+            if own_rank() == 0 or is_sharded(tensor):
+                into[key] = host_copy(tensor)
         return now
 
     # --------------------------------------------------------------------------------------------------- forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Note the begin of a module's forward, before any of its own hooks."""
-        if self._done or getattr(self._depth, "paused", False):
+        if self._done or getattr(self.thread, "paused", False):
             return
-        if any(kind.__name__ in WRAPPERS for kind in type(module).__mro__) or is_loss(module):
+        if is_passed_by(module):
             return
-        depth = getattr(self._depth, "now", 0)
-        self._depth.now = depth + 1
+        depth = getattr(self.thread, "now", 0)
+        self.thread.now = depth + 1
         if depth:
             return
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
-            self._depth.call = None
+        if not is_trained(module):
+            self.thread.call = None
             return
         began = time.perf_counter()
         number = self.known.number(module)
@@ -289,30 +283,30 @@ class Recorder:
                 self.step["places"][key] = place
         buffers = {f"{number}:{plain_name(n)}": b for n, b in module.named_buffers()}
         if first or not any(call["module"] == number for call in self.step["calls"]):
-            self.step["buffers"] |= {k: kept(b) for k, b in buffers.items() if b.numel() < 1 << 20}
+            self.step["buffers"] |= {k: host_copy(b) for k, b in buffers.items() if b.numel() < 1 << 20}
         kind = next((p.device.type for p in module.parameters()), "cpu")
-        self._depth.call = {
+        self.thread.call = {
             "module": number,
             "random": random_states(),
             "training": module.training,
             "unlike": [n for n, m in module.named_modules() if m.training != module.training],
             "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
-            "weights": hashlib.sha1("".join(weights.values()).encode()).hexdigest(),
+            "weights": hashlib.blake2b("".join(weights.values()).encode(), digest_size=16).hexdigest(),
             "passes": {},
         }
         self.seconds += time.perf_counter() - began
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self._done or getattr(self._depth, "paused", False):
+        if self._done or getattr(self.thread, "paused", False):
             return
-        if any(kind.__name__ in WRAPPERS for kind in type(module).__mro__) or is_loss(module):
+        if is_passed_by(module):
             return
-        depth = self._depth.now = getattr(self._depth, "now", 1) - 1
-        call = getattr(self._depth, "call", None)
+        depth = self.thread.now = getattr(self.thread, "now", 1) - 1
+        call = getattr(self.thread, "call", None)
         if depth or call is None:
             return
-        self._depth.call = None
+        self.thread.call = None
         began = time.perf_counter()
         try:
             call["args"], call["kwargs"] = moved(args), moved(dict(kwargs))
@@ -332,7 +326,7 @@ class Recorder:
     def _output_gradient(self, call: dict[str, Any], place: int, gradient: torch.Tensor) -> None:
         began = time.perf_counter()
         of_pass = call["passes"].setdefault(self.num_backwards, {})
-        of_pass[place] = kept(gradient) if place not in of_pass else of_pass[place] + kept(gradient)
+        of_pass[place] = host_copy(gradient) if place not in of_pass else of_pass[place] + host_copy(gradient)
         self.seconds += time.perf_counter() - began
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -350,33 +344,22 @@ class Recorder:
     def _gradient(self, key: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         began = time.perf_counter()
         if parameter.grad is None:
-            self._forget(key)
-        values = kept(gradient)
+            self.cleared([parameter])
+        values = host_copy(gradient)
         self._local[key] = self._local[key] + values if key in self._local else values
         passes = self._passes.setdefault(key, [])
         if not passes or passes[-1] != self.num_backwards:
             passes.append(self.num_backwards)
         self.seconds += time.perf_counter() - began
 
-    def _forget(self, key: str) -> None:
-        self._local.pop(key, None)
-        self._passes.pop(key, None)
-
     def cleared(self, parameters: Any) -> None:
         """Note that gradients are set to zero."""
         for parameter in parameters:
-            key = self.known.keys.get(id(parameter))
-            if key is not None:
-                self._forget(key)
+            key = self.known.keys.get(id(parameter), "")
+            self._local.pop(key, None)
+            self._passes.pop(key, None)
 
     # ---------------------------------------------------------------------------------------------------- update
-
-    def number_of(self, optimizer: Any) -> int:
-        for place, own in enumerate(self.optimizers):
-            if own is optimizer:
-                return place
-        self.optimizers.append(optimizer)
-        return len(self.optimizers) - 1
 
     def before_update(self, optimizer: Any) -> None:
         """Note gradients, rates and weights as the optimizer gets them."""
@@ -384,7 +367,7 @@ class Recorder:
             return
         began = time.perf_counter()
         step = self.step
-        step["optimizer"] = self.number_of(optimizer)
+        step["optimizer"] = self.known.number_of(optimizer)
         step["gradients"], step["local"], step["groups"], step["digests"] = {}, {}, [], {}
         step["passes"] = {}
         step["strange"] = 0  # parameters of the optimizer that no observed module has
@@ -394,7 +377,7 @@ class Recorder:
             names = []
             for parameter in group["params"]:
                 key = self.known.keys.get(id(parameter))
-                if key is None or self.known.parameters.get(key) is not parameter:
+                if key is None or not self.known.is_newest(key, parameter):
                     step["strange"] += 1
                     continue
                 names.append(key)
@@ -404,7 +387,7 @@ class Recorder:
                 self._store(step["weights"], key, parameter)
                 if parameter.grad is None:
                     continue
-                step["gradients"][key] = kept(parameter.grad)
+                step["gradients"][key] = host_copy(parameter.grad)
                 step["digests"][key] = digest(parameter.grad)
                 if key in self._local:
                     step["local"][key] = self._local[key]
@@ -418,7 +401,8 @@ class Recorder:
         if self._done or "groups" not in self.step:
             return
         began = time.perf_counter()
-        after, digests = {}, {}
+        after: dict[str, torch.Tensor] = {}
+        digests: dict[str, str] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 key = self.known.keys.get(id(parameter))
@@ -426,11 +410,11 @@ class Recorder:
                     digests[key] = self._store(after, key, parameter)
         self.step["after"], self.step["after_digests"] = after, digests
         self.steps.append(self.step)
-        self._new_step()
+        self.step = new_step()
         self.seconds += time.perf_counter() - began
         if len(self.steps) >= self.num_steps:
             self.write()
-            self._leave()
+            leave(self.folder)
 
     # ------------------------------------------------------------------------------------------------------- end
 
@@ -441,8 +425,8 @@ class Recorder:
         self._done = True
         record = {
             "version": VERSION,
-            "rank": self.rank,
-            "world": self.world,
+            "rank": own_rank(),
+            "world": num_ranks(),
             "torch": torch.__version__,
             "libraries": {
                 name: getattr(sys.modules[name], "__version__", "?")
@@ -457,7 +441,7 @@ class Recorder:
                 }
                 for module in self.known.modules
             ],
-            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "optimizers": [type(optimizer).__name__ for optimizer in self.known.optimizers],
             "steps": self.steps,
             "unfinished": {"calls": len(self.step["calls"])},
             "samplers": self.samplers,
@@ -465,19 +449,30 @@ class Recorder:
             "unseen": self.unseen,
             "seconds": self.seconds,
         }
-        path = os.path.join(self.folder, f"rank-{self.rank}.pt")
-        torch.save(record, path + ".new")
+        path = os.path.join(self.folder, f"rank-{own_rank()}.pt")
+        torch.save(record, path + ".new")  # noqa: TID251  (read with weights_only: data, no code)
         os.replace(path + ".new", path)
 
-    def _leave(self) -> None:
-        """End the process once every rank has written, without exit handlers, which would wait for peers."""
-        paths = [os.path.join(self.folder, f"rank-{rank}.pt") for rank in range(self.world)]
-        end = time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < end and not all(map(os.path.exists, paths)):
-            time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+
+def leave(folder: str) -> None:
+    """End the process once every rank has written, without exit handlers, which would wait for peers."""
+    paths = [os.path.join(folder, f"rank-{rank}.pt") for rank in range(num_ranks())]
+    end = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < end and not all(map(os.path.exists, paths)):
+        time.sleep(0.02)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def own_rank() -> int:
+    """Return this process's rank, which a script that starts its processes itself may set late."""
+    return torch.distributed.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Return the number of processes."""
+    return torch.distributed.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_joined() -> bool:
@@ -485,240 +480,16 @@ def is_joined() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def is_loss(module: nn.Module) -> bool:
-    return type(module).__module__ == "torch.nn.modules.loss"
+def is_passed_by(module: nn.Module) -> bool:
+    """Return True for wrappers, inside of which the outermost module is looked for, and for losses."""
+    if type(module).__module__ == "torch.nn.modules.loss":
+        return True
+    return any(kind.__name__ in WRAPPERS for kind in type(module).__mro__)
 
 
-# ------------------------------------------------------------------------------------------------------------ replay
-
-
-class Replay:
-    """Replay of a record in one process, which takes the script's modules and optimizers over."""
-
-    def __init__(self, records: str, folder: str, recorder: Recorder) -> None:
-        self._records, self.folder, self._recorder = records, folder, recorder
-        self.failures: list[str] = []
-
-    def take_over(self, module: nn.Module) -> None:
-        """Replay every recorded step, write the results, and end the process."""
-        code = 0
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.autocast("cpu", enabled=False))
-                torch.clear_autocast_cache()
-                result = self._replayed(module)
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            result, code = {"error": f"{type(error).__name__}: {error}"}, 1
-        path = os.path.join(self.folder, "replay.pt")
-        torch.save(result, path + ".new")
-        os.replace(path + ".new", path)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def _replayed(self, module: nn.Module) -> dict[str, Any]:
-        names = sorted(n for n in os.listdir(self._records) if n.startswith("rank-") and n.endswith(".pt"))
-        records = [torch.load(os.path.join(self._records, n), weights_only=False) for n in names]
-        records.sort(key=lambda record: record["rank"])
-        first = records[0]
-        modules = self._modules(first["modules"], module)
-        keys: dict[str, torch.Tensor] = {}
-        buffers: dict[str, torch.Tensor] = {}
-        for number, own in enumerate(modules):
-            if own is None:
-                continue
-            keys |= {f"{number}:{plain_name(n)}": p for n, p in own.named_parameters()}
-            buffers |= {f"{number}:{plain_name(n)}": b for n, b in own.named_buffers()}
-        by_id = {id(p): key for key, p in keys.items()}
-        optimizers = self._optimizers(first, by_id)
-        results: list[dict[str, Any]] = []
-        for number in range(min(len(record["steps"]) for record in records)):
-            steps = [record["steps"][number] for record in records]
-            places = [step["places"] for step in steps]
-            self._load(keys, [step["weights"] for step in steps], places)
-            result: dict[str, Any] = {"outputs": {}, "local": {}, "left_out": []}
-            for rank, step in enumerate(steps):
-                own, left_out, outputs = self._gradients(modules, keys, buffers, step)
-                result["local"][rank], result["outputs"][rank] = own, outputs
-                result["left_out"] += left_out
-            result["updated"] = self._updated(optimizers, keys, steps, places)
-            results.append(result)
-            self._load(keys, [step["after"] for step in steps], places)
-        return {"steps": results, "failures": self.failures, "modules": [m is not None for m in modules]}
-
-    def _modules(self, recorded: list[dict[str, Any]], called: nn.Module) -> list[nn.Module | None]:
-        """Return the script's own module for each recorded one, by class, parameter names and shapes."""
-        import gc
-
-        candidates = [called] + [m for m in gc.get_objects() if isinstance(m, nn.Module) and m is not called]
-        found: list[nn.Module | None] = []
-        for about in recorded:
-            same = [
-                m
-                for m in candidates
-                if type(m).__name__.removeprefix("FSDP") == about["class"].removeprefix("FSDP")
-                and not any(m is own for own in found)
-                and [plain_name(n) for n, _ in m.named_parameters()] == about["names"]
-                and [tuple(p.shape) for p in m.parameters()] == about["shapes"]
-            ]
-            if not same:
-                self.failures.append(f"{about['class']} is not there again in one process")
-            found.append(same[0] if same else None)
-        return found
-
-    def _optimizers(self, record: dict[str, Any], by_id: dict[int, str]) -> dict[int, Any]:
-        """Return the script's own optimizer for each recorded one, by its class and parameters."""
-        found: dict[int, Any] = {}
-        for place, name in enumerate(record["optimizers"]):
-            groups = next((s["groups"] for s in record["steps"] if s.get("optimizer") == place), None)
-            if groups is None:
-                continue
-            wanted = [own["names"] for own in groups]
-            for optimizer in self._recorder.optimizers:
-                own = [[by_id.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-                if type(optimizer).__name__ == name and own == wanted:
-                    found[place] = optimizer
-                    break
-            else:
-                self.failures.append(f"no {name} of the same parameters is there in one process")
-        return found
-
-    @staticmethod
-    def _load(keys: dict[str, torch.Tensor], ranks: list[dict[str, torch.Tensor]], places: list[dict[str, Any]]) -> None:
-        """Set parameters from the ranks' whole tensors or parts."""
-        with torch.no_grad():
-            for rank, own in enumerate(ranks):
-                for key, value in own.items():
-                    if key in keys:
-                        part(local(keys[key]), places[rank].get(key)).copy_(value)
-
-    def _gradients(
-        self, modules: list[nn.Module | None], keys: dict[str, Any], buffers: dict[str, Any], step: dict[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], list[str], list[Any]]:
-        """Compute one rank's forwards and backwards of a step again. Return gradients, what was left out, outputs."""
-        totals: dict[str, torch.Tensor] = {}
-        left_out, compared = [], []
-        with torch.no_grad():
-            for key, value in step["buffers"].items():
-                if key in buffers and buffers[key].shape == value.shape:
-                    buffers[key].copy_(value)
-        for call in step["calls"]:
-            module = modules[call["module"]]
-            if module is None or call["args"] is None:
-                left_out.append(f"call {call['number']}")
-                continue
-            module.train(call["training"])
-            by_name = dict(module.named_modules())
-            for name in call["unlike"]:
-                by_name[name].training = not call["training"]
-            restore_random(call["random"])
-            kind = next((p.device.type for p in module.parameters()), "cpu")
-            place = next((p.device for p in module.parameters()), torch.device("cpu"))
-            args, kwargs = on(call["args"], place), on(call["kwargs"], place)
-            dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None
-            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
-                torch.clear_autocast_cache()
-                output = module(*args, **kwargs)
-            outputs = [t for t in tensors_of(output) if t.requires_grad]
-            compared.append({"call": call["number"], "outputs": [Sketch.of(t) for t in outputs]})
-            if len(outputs) != len(call["outputs"]):
-                left_out.append(f"call {call['number']}: {len(outputs)} outputs, not {len(call['outputs'])}")
-                continue
-            wanted = [key for key, p in keys.items() if p.requires_grad and key.startswith(f"{call['module']}:")]
-            passes = sorted(call["passes"])
-            for number, of_pass in enumerate(passes):
-                given = self._own_gradients(outputs, call["passes"][of_pass])
-                chosen = [(t, g) for t, g in zip(outputs, given, strict=True) if g is not None]
-                if not chosen:
-                    continue
-                gradients = torch.autograd.grad(
-                    [t for t, _ in chosen],
-                    [keys[key] for key in wanted],
-                    [g for _, g in chosen],
-                    retain_graph=number + 1 < len(passes),
-                    allow_unused=True,
-                )
-                for key, gradient in zip(wanted, gradients, strict=True):
-                    counted = step["passes"].get(key)
-                    if gradient is None or (counted is not None and of_pass not in counted):
-                        continue
-                    value = kept(gradient)
-                    totals[key] = totals[key] + value if key in totals else value
-        return totals, left_out, compared
-
-    @staticmethod
-    def _own_gradients(outputs: list[torch.Tensor], recorded: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return what each output receives from outside of the forward.
-
-        The hook on an output also sees what flows to it through later outputs of the same forward, such as a loss.
-        """
-        given: list[torch.Tensor | None] = [None] * len(outputs)
-        for place, gradient in recorded.items():
-            given[place] = gradient.to(outputs[place].device, outputs[place].dtype)
-        order = [n for n, g in enumerate(given) if g is not None]
-        order.sort(key=lambda n: -outputs[n].grad_fn._sequence_nr() if outputs[n].grad_fn is not None else 0)
-        for place, later in enumerate(order):
-            earlier = [n for n in order[place + 1 :]]
-            if not earlier:
-                break
-            through = torch.autograd.grad(
-                outputs[later], [outputs[n] for n in earlier], given[later], retain_graph=True, allow_unused=True
-            )
-            for n, flow in zip(earlier, through, strict=True):
-                if flow is not None:
-                    given[n] = given[n] - flow
-        return given
-
-    @staticmethod
-    def _updated(
-        optimizers: dict[int, Any], keys: dict[str, Any], steps: list[dict[str, Any]], places: list[dict[str, Any]]
-    ) -> dict[str, torch.Tensor] | None:
-        """Make a recorded update with the script's own optimizer; return the new weights of its parameters."""
-        optimizer = optimizers.get(steps[0]["optimizer"])
-        if optimizer is None:
-            return None
-        for group, recorded in zip(optimizer.param_groups, steps[0]["groups"], strict=True):
-            for name, value in recorded["values"].items():
-                if name in group and not isinstance(group[name], torch.Tensor):
-                    group[name] = value
-                elif name in group:
-                    group[name].fill_(value)
-        names = [key for group in steps[0]["groups"] for key in group["names"]]
-        for key in names:
-            keys[key].grad = None
-        for rank, step in enumerate(steps):
-            for key, gradient in step["gradients"].items():
-                place = places[rank].get(key)
-                if rank and place is None:
-                    continue
-                if keys[key].grad is None:
-                    keys[key].grad = torch.zeros_like(keys[key])
-                part(local(keys[key].grad), place).copy_(gradient)
-        optimizer.step()
-        return {key: kept(keys[key]) for key in names}
-
-
-def part(whole: torch.Tensor, place: dict[str, Any] | None) -> torch.Tensor:
-    """Return the view of a whole tensor that a rank has."""
-    if place is None:
-        return whole
-    for dim, (offset, size) in enumerate(zip(place["offset"], place["size"], strict=True)):
-        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
-    return whole
-
-
-def on(tree: Any, device: torch.device) -> Any:
-    """Return a copy of an argument tree with its tensors on a device."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device, copy=True)
-    if type(tree) in (list, tuple):
-        return type(tree)(on(one, device) for one in tree)
-    if isinstance(tree, dict):
-        return {key: on(value, device) for key, value in tree.items()}
-    return tree
+def is_trained(module: nn.Module) -> bool:
+    """Return True if a forward of a module may have gradients of its parameters."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
 # ----------------------------------------------------------------------------------------------------------- patches
@@ -727,47 +498,62 @@ def on(tree: Any, device: torch.device) -> Any:
 def start() -> None:
     """Install the observer in this process, as the variable SHOAL_OBSERVER says."""
     options = json.loads(os.environ["SHOAL_OBSERVER"])
-    recorder = Recorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
-    replay = Replay(options["of"], options["folder"], recorder) if options["mode"] == "replay" else None
-    install(recorder, replay)
-    if replay is None:
-        atexit.register(recorder.write)
-
-
-def install(recorder: Recorder, replay: Replay | None) -> None:
-    """Install the hooks of a recorder, or those that a replay waits for."""
-    from torch.nn.modules import module as nn_module
-    from torch.optim import lr_scheduler
-    from torch.optim.optimizer import (
-        Optimizer,
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if replay is None:
-            recorder.enter(module, args)
-        elif not (any(kind.__name__ in WRAPPERS for kind in type(module).__mro__) or is_loss(module)):
-            if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-                handle.remove()
-                replay.take_over(module)
-
-    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        recorder.leave(module, args, kwargs, output)
-
-    handle = nn_module.register_module_forward_pre_hook(before_forward)
-    made = Optimizer.__init__
-
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        recorder.number_of(self)
-
-    Optimizer.__init__ = init  # type: ignore[method-assign]
-    if replay is not None:
-        _replace_sharding()
+    recorder = ScriptRecorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
+    note_optimizers(recorder)
+    if options["mode"] == "replay":
+        beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "replay.py")
+        spec = importlib.util.spec_from_file_location("_shoal_replay", beside)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.ScriptReplay(options["of"], options["folder"], recorder).install()
         return
-    nn_module.register_module_forward_hook(after_forward, with_kwargs=True, always_call=True)
+    observe_steps(recorder)
+    observe_calls(recorder)
+    observe_data(recorder)
+    atexit.register(recorder.write)
+
+
+def method(owner: Any, name: str, before: Any) -> None:
+    """Call `before(self, ...)` before a method of a class."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def around(owner: Any, name: str, wrap: Any) -> None:
+    """Replace a function of a module by `wrap(function, ...)`."""
+    if hasattr(owner, name):
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(functools.partial(wrap, original)))
+
+
+def note_optimizers(recorder: ScriptRecorder) -> None:
+    """Let the recorder know every optimizer in the order of their construction."""
+    original = torch.optim.Optimizer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        recorder.known.number_of(self)
+
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+
+
+def observe_steps(recorder: ScriptRecorder) -> None:
+    """Install the hooks of forwards, backwards and optimizer steps."""
+    from torch.nn.modules import module as nn_module
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    nn_module.register_module_forward_pre_hook(recorder.enter)
+    nn_module.register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
+    around(torch.autograd, "backward", recorder.backward)
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
@@ -788,147 +574,97 @@ def install(recorder: Recorder, replay: Replay | None) -> None:
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
-    def around(owner: Any, name: str, wrap: Any) -> None:
-        if hasattr(owner, name):
-            setattr(owner, name, functools.wraps(getattr(owner, name))(functools.partial(wrap, getattr(owner, name))))
+    def zeroed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.cleared(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    around(torch.autograd, "backward", recorder.backward)
+    method(torch.optim.Optimizer, "zero_grad", zeroed)
+    method(nn.Module, "zero_grad", lambda self, *args, **kwargs: recorder.cleared(self.parameters()))
 
-    def method(owner: Any, name: str, before: Any) -> None:
-        """Call `before(self, ...)` before a method."""
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before(self, *args, **kwargs)
-            return original(self, *args, **kwargs)
-
-        setattr(owner, name, call)
-
-    method(Optimizer, "zero_grad", lambda self, *_, **__: recorder.cleared(p for g in self.param_groups for p in g["params"]))
-    method(nn.Module, "zero_grad", lambda self, *_, **__: recorder.cleared(self.parameters()))
+def observe_calls(recorder: ScriptRecorder) -> None:
+    """Install the wrappers of clipping, loss scaling, loss functions and schedulers."""
+    import torch.nn.functional as functional
+    from torch.nn.utils import clip_grad
+    from torch.optim import lr_scheduler
 
     def clipped(kind: str, run: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = run(parameters, *args, **kwargs)
+        result = run(parameters, *args, **kwargs)
         limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-        about = {"kind": kind, "limit": float(limit), "keys": [recorder.known.keys.get(id(p)) for p in parameters]}
-        if kind == "norm":
-            about["norm"] = float(norm.full_tensor() if is_replicated(norm) else local(norm))
-            about["type"] = float(args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0))
+        keys = [recorder.known.keys.get(id(p)) for p in parameters]
+        about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
+        if kind == "norm" and is_sharded(result) and any(not one.is_replicate() for one in result.placements):
+            recorder.note("the norm by which gradients are clipped: each rank has a part of it")
+        elif kind == "norm":
+            about["norm"] = float(local(result))
         recorder.step["clips"].append(about)
-        return norm
-
-    import torch.nn.utils.clip_grad as clip_grad
-
-    for name, kind in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
-        wrapped = functools.wraps(getattr(clip_grad, name))(functools.partial(clipped, kind, getattr(clip_grad, name)))
-        for owner in (clip_grad, torch.nn.utils):
-            setattr(owner, name, wrapped)
-
-    scaler = torch.amp.GradScaler
-    method(scaler, "scale", lambda self, *_: recorder.step["scales"].append(float(self.get_scale())))
-    method(scaler, "unscale_", lambda self, *_: recorder.step.__setitem__("unscaled", True))
-
-    def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
-        if getattr(recorder, "in_loss", False) or not isinstance(result, torch.Tensor) or not result.requires_grad:
-            return result
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if not isinstance(target, torch.Tensor):
-            return result
-        count = target.numel()
-        if LOSSES[name] is not None and not target.is_floating_point():
-            count = int((target != kwargs.get("ignore_index", -100)).sum())
-        elif LOSSES[name] is not None and target.ndim > 1:
-            count = target.numel() // target.shape[1]
-        about = {"function": name, "count": count, "reduction": kwargs.get("reduction", "mean"), "gradient": None}
-        about["call"] = len(recorder.step["calls"]) - (getattr(recorder._depth, "now", 0) == 0)
-        recorder.step["losses"].append(about)
-
-        def received(gradient: torch.Tensor) -> None:
-            about["gradient"] = (about["gradient"] or 0.0) + float(local(gradient).double().sum())
-
-        result.register_hook(received)
         return result
 
-    import torch.nn.functional as functional
+    for name, kind in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
+        original = getattr(clip_grad, name)
+        for owner in (clip_grad, torch.nn.utils):
+            setattr(owner, name, functools.wraps(original)(functools.partial(clipped, kind, original)))
+
+    scaler = torch.amp.GradScaler
+    method(scaler, "scale", lambda self, *args: recorder.step["scales"].append(float(self.get_scale())))
+    method(scaler, "unscale_", lambda self, *args: recorder.step.__setitem__("unscaled", True))
+
+    def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(recorder.thread, "loss", False):  # called by another observed one
+            return run(*args, **kwargs)
+        recorder.thread.loss = True
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            recorder.thread.loss = False
+        weigh(recorder, name, result, kwargs.get("target", args[1] if len(args) > 1 else None), kwargs)
+        return result
 
     for name in LOSSES:
-        around(functional, name, functools.partial(_once, recorder, loss_function, name))
+        around(functional, name, functools.partial(loss_function, name))
 
+    def scheduled(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.step["scheduled"] += 1
+
+    for kind_ in vars(lr_scheduler).values():
+        if isinstance(kind_, type) and "step" in vars(kind_):
+            method(kind_, "step", scheduled)
+
+
+def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options: dict[str, Any]) -> None:
+    """Note how many elements a loss counts, and later the gradient of its result."""
+    if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
+        return
+    count = target.numel()
+    if LOSSES[name] is not None and not target.is_floating_point():
+        count = int((target != options.get("ignore_index", -100)).sum())
+    elif LOSSES[name] is not None and target.ndim > 1:
+        count = target.numel() // target.shape[1]
+    about = {"function": name, "count": count, "reduction": options.get("reduction", "mean"), "gradient": None}
+    about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
+    recorder.step["losses"].append(about)
+
+    def received(gradient: torch.Tensor) -> None:
+        about["gradient"] = (about["gradient"] or 0.0) + float(local(gradient).double().sum())
+
+    result.register_hook(received)
+
+
+def observe_data(recorder: ScriptRecorder) -> None:
+    """Install the wrappers of loaders and samplers."""
     from torch.utils.data import DataLoader
-
-    def iterated(self: Any) -> None:
-        inner = self.sampler if self.batch_sampler is None else getattr(self.batch_sampler, "sampler", self.sampler)
-        recorder.loaders.append(
-            {"loader": id(self), "step": len(recorder.steps), "sampler": type(inner).__name__, "number": len(recorder.loaders)}
-        )
-
-    method(DataLoader, "__iter__", iterated)
     from torch.utils.data.distributed import DistributedSampler
 
-    def sampled(self: Any) -> None:
+    def iterated(loader: Any) -> None:
+        inner = loader.sampler
+        if loader.batch_sampler is not None:
+            inner = getattr(loader.batch_sampler, "sampler", inner)
+        recorder.loaders.append({"loader": id(loader), "step": len(recorder.steps), "sampler": type(inner).__name__})
+
+    def sampled(sampler: Any) -> None:
         names = ("epoch", "seed", "rank", "num_replicas", "shuffle", "drop_last")
-        about = {name: getattr(self, name, None) for name in names}
-        recorder.samplers.append({**about, "sampler": id(self), "step": len(recorder.steps)})
+        about = {name: getattr(sampler, name, None) for name in names}
+        recorder.samplers.append({**about, "sampler": id(sampler), "step": len(recorder.steps)})
 
+    method(DataLoader, "__iter__", iterated)
     method(DistributedSampler, "__iter__", sampled)
-    for kind in vars(lr_scheduler).values():
-        if isinstance(kind, type) and "step" in vars(kind):
-            method(kind, "step", functools.partial(_scheduled, recorder))
-
-
-def _scheduled(recorder: Recorder, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    metric = args[0] if args and type(scheduler).__name__ == "ReduceLROnPlateau" else kwargs.get("metrics")
-    if metric is not None:
-        recorder.step.setdefault("metrics", []).append(float(metric))
-    recorder.step["scheduled"] += 1
-
-
-def _once(recorder: Recorder, observed: Any, name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a loss function, observed unless another observed one calls it."""
-    if getattr(recorder._depth, "loss", False):
-        return run(*args, **kwargs)
-    recorder._depth.loss = True
-    try:
-        return observed(name, run, *args, **kwargs)
-    finally:
-        recorder._depth.loss = False
-
-
-def is_replicated(tensor: Any) -> bool:
-    """Return True for a sharded scalar whose whole value every rank can compute by a collective call."""
-    return False and is_sharded(tensor)
-
-
-def _replace_sharding() -> None:
-    """Let `fully_shard` return modules as they are: one process has them whole."""
-    import torch.distributed.fsdp as fsdp
-
-    class Whole:
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith(("set_", "reshard", "unshard")):
-                return lambda *args, **kwargs: None
-            raise AttributeError(name)
-
-    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for own in module if isinstance(module, (list, tuple)) else [module]:
-            for name in (
-                "set_requires_gradient_sync",
-                "set_is_last_backward",
-                "set_reshard_after_backward",
-                "set_reshard_after_forward",
-                "set_requires_all_reduce",
-                "set_modules_to_forward_prefetch",
-                "set_modules_to_backward_prefetch",
-                "set_gradient_divide_factor",
-                "set_unshard_in_backward",
-                "reshard",
-                "unshard",
-            ):
-                if not hasattr(own, name):
-                    setattr(type(own), name, lambda self, *a, **k: None)
-        return module
-
-    fsdp.fully_shard = fully_shard

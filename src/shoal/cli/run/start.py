@@ -19,6 +19,7 @@ from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
 from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submitted
 from shoal.cli.run.way_out import with_way_out
+from shoal.cli.script import refuse_script_options, verify_as_it_is
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, killed_for_memory, visible_gpus
 from shoal.jobs.job_file import JobRequest, parse_target, with_settings_of
@@ -365,9 +366,16 @@ def at_address(options: RunOptions) -> Iterator[RunOptions]:
 
 
 def verify(options: VerifyOptions, no_source: bool = False) -> int:
-    """Verify the run that `shoal run` would train with these options."""
+    """Verify the run that `shoal run` would train with these options, or a training script as it is."""
+    if options.script is not None or options.job is None:
+        with exiting(stop_signals(), ExitCode.INTERRUPTED):
+            return verify_as_it_is(options)
+    refuse_script_options(options)
+    same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions)} | {
+        "started_at": options.started_at
+    }
     with (
-        at_address(RunOptions(**vars(options), no_telemetry=True, no_source=no_source)) as run_options,
+        at_address(RunOptions(**same, no_telemetry=True, no_source=no_source)) as run_options,
         claimed(requested(run_options, suffix="-verify")) as (request, _),
     ):
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
@@ -376,7 +384,7 @@ def verify(options: VerifyOptions, no_source: bool = False) -> int:
         with exiting(stop_signals(), ExitCode.INTERRUPTED):
             try:
                 with inside_run(os.environ):
-                    return verify(looked_at(request), options.steps)
+                    return verify(looked_at(request), options.steps or 3)
             except ShoalError as error:
                 tell(request, error)
                 return int(ExitCode.USER)  # for any error, since 1 means that the run diverged

@@ -4,11 +4,14 @@ Python imports this module because its directory is first on PYTHONPATH. A modul
 afterwards.
 """
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -16,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Finder that lets the observer see torch as soon as torch is imported, before the script uses it."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -25,17 +28,15 @@ class AfterTorch(importlib.abc.MetaPathFinder):
             return spec
         run = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             run(module)
-            beside = importlib.util.spec_from_file_location(
-                "_shoal_observer", os.path.join(os.path.dirname(HERE), "observer.py")
-            )
-            observer = importlib.util.module_from_spec(beside)
-            sys.modules["_shoal_observer"] = observer
+            path = os.path.join(os.path.dirname(HERE), "observer.py")
+            beside: Any = importlib.util.spec_from_file_location("_shoal_observer", path)
+            observer = sys.modules["_shoal_observer"] = importlib.util.module_from_spec(beside)
             beside.loader.exec_module(observer)
             observer.start()
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
