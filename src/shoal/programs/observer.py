@@ -427,9 +427,9 @@ class ScriptRecorder:
             "version": VERSION,
             "rank": own_rank(),
             "world": num_ranks(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "libraries": {
-                name: getattr(sys.modules[name], "__version__", "?")
+                name: str(getattr(sys.modules[name], "__version__", "?"))
                 for name in ("accelerate", "transformers", "pytorch_lightning", "lightning", "deepspeed", "keras")
                 if name in sys.modules
             },
