@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,31 @@ ALL = Call(
     **BY_FILE,
 )
 
+LOOP = """import os, sys, torch
+from torch import nn
+net = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    inputs = torch.ones(int(sys.argv[1]), 2) * (2 * step + int(os.environ.get("RANK", 0)))
+    optimizer.zero_grad(), net(inputs).mean().backward(), optimizer.step()
+"""
+LOOPING = Call(
+    "verify", ("--script", "loop.py {batch}", "--devices", "1", "--steps", "2"), job=None, files={"loop.py": LOOP}
+)
+
+
+def observed(*keys: str) -> Any:
+    """A value in script.json."""
+
+    def see(ended: Ended) -> Any:
+        value = read(ended.out / "script.json")
+        for key in keys:
+            value = value[key]
+        return value
+
+    return see
+
+
 VERIFY_OPTIONS: Table = {
     "job": Acts(Call("verify", ("--steps", "1", "--devices", "2"), job="gpt"), VERIFIED, certified("job", "function")),
     "--plan": Acts(
@@ -353,6 +379,13 @@ VERIFY_OPTIONS: Table = {
         True,
     ),
     "--out: of a run": Refuses(Call("verify", after=PLAIN), "holds"),
+    "--script": Says(LOOPING, "no divergence", VERIFIED),
+    "--script: beside a job": Refuses(replace(LOOPING, job="job"), "a job and a script"),
+    "--batch": Acts(LOOPING.with_("--batch", "4"), LOOPING, observed("script", "batch"), 4),
+    "--batch: of a job": Refuses(VERIFIED.with_("--batch", "4"), "--batch and the job"),
+    "--launcher": Acts(LOOPING.with_("--launcher", "python"), LOOPING, observed("script", "launcher"), "python"),
+    "--launcher: another": Refuses(LOOPING.with_("--launcher", "mpirun"), "invalid choice"),
+    "--keep": Acts(LOOPING.with_("--keep"), LOOPING, lambda ended: (ended.out / "tensors").is_dir(), True),
     "--max-microbatch": Acts(
         VERIFIED.with_(MICRO, "3"), VERIFIED, certified("plan", "batch", "grains_per_microbatch"), 1
     ),

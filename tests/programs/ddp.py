@@ -1,0 +1,39 @@
+"""A plain loop with DistributedDataParallel, whose faults can be chosen: an input of test_scripts.py."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int)
+parser.add_argument("--fault", default="")
+arguments = parser.parse_args()
+if arguments.fault == "raises":
+    raise SystemExit("there is no data")
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank() if arguments.fault == "seed" else 0)
+generator = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+model = net if arguments.fault == "seed" else DistributedDataParallel(net)
+sampler = DistributedSampler(data)
+rate = 1e-2 * (dist.get_rank() + 1 if arguments.fault == "rate" else 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+for epoch in range(0 if arguments.fault == "untrained" else 2):
+    sampler.set_epoch(epoch)
+    for inputs, targets in DataLoader(data, arguments.batch, sampler=sampler):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        if arguments.fault == "noise":
+            net[0].weight.grad.add_(torch.randn(16, 6))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if arguments.fault == "weights":
+            with torch.no_grad():
+                net[4].bias.add_(0.1)
+dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""`shoal verify --script`: loops without shoal, right and with one fault each, on two real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.ranks
+
+
+def verified(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], str]:
+    """The exit code, script.json and all output of a verification of two steps."""
+    command = [sys.executable, "-m", "shoal", "verify", "--script", f"{HERE}/{script}", "--devices", "2", *words]
+    command += [] if "--steps" in words else ["--steps", "2"]
+    ended = subprocess.run([*command, "--out", "out"], cwd=folder, capture_output=True, text=True)
+    path = folder / "out/script.json"
+    return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("script", ["ddp.py --batch {batch}", "fsdp2.py"])
+def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, script)
+    assert (code, document["verdict"], document["findings"]) == (0, "verified", []), output
+    coverage = document["coverage"]
+    assert min(coverage["forwards"], coverage["gradients"], coverage["updates"], coverage["samples"]) >= 4
+    assert not (tmp_path / "out/tensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "phase", "said"),
+    [
+        ("ddp.py --batch 8 --fault seed", "initial weights", "different weights"),
+        ("ddp.py --batch 8 --fault noise", "reduction", "from the mean over 2 ranks"),
+        ("ddp.py --batch 8 --fault rate", "schedule", "0.01, 0.02"),
+        ("ddp.py --batch 8 --fault weights", "update", "what the optimizer makes"),
+        ("fsdp2.py own-norm", "clipping", "one factor for each rank"),
+    ],
+)
+def test_a_fault_is_found_at_its_place(script: str, phase: str, said: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, script)
+    first = document["findings"][0]
+    assert (code, document["verdict"], first["phase"], first["fails"]) == (1, "diverged", phase, True), output
+    assert said in first["said"]
+    assert f"first divergence   step {first['step']}, {phase}: {first['name']}" in output
+    certificate = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert (certificate["kind"], certificate["first_divergence"]) == ("script", first)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raises", "there is no data"), ("untrained", "no optimizer of torch made a step")]
+)
+def test_nothing_seen_is_an_error(fault: str, said: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")
+    assert (code, document) == (2, {})
+    assert said in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verify"], "no job and no script"),
+        (["verify", "job.py", "--script", "train.py"], "a job and a script"),
+        (["verify", "--script", "train.py"], "there is no file train.py"),
+        (["verify", "--script", "torchrun train.py"], "shoal starts it itself"),
+        (["verify", "--script", "train.py", "--exact"], "--script with --exact"),
+        (["verify", "job.py", "--keep"], "--keep and the job job.py"),
+    ],
+)
+def test_refusals(words: list[str], said: str, tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-m", "shoal", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, said in " ".join(ended.stderr.split())) == (2, True), ended.stderr
+    assert not (tmp_path / "runs").exists()
