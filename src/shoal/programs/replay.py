@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
     from shoal.programs import observer
-else:
+else:  # within a script, whose environment may be without shoal
     observer = sys.modules["_shoal_observer"]
 
 
