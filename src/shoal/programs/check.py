@@ -411,8 +411,8 @@ def _reduction(
     """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
     ranks = len(steps)
     scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
-    factors = [_clip_factor(step) for step in steps]
     failed: list[tuple[str, float, list[float]]] = []
+    scaled = True  # whether each failed part is a multiple of the mean
     for key in evidence.order:
         have = [step["gradients"].get(key) for step in steps]
         if all(g is None for g in have):
@@ -425,18 +425,22 @@ def _reduction(
             evidence.coverage.leave_out(f"the reduction of {evidence.named(key)}: its local gradients were not seen")
             continue
         mean = torch.stack([g.double() for g in own]).mean(0) / scale
-        ratios, worst = [], 0.0
+        ratios: list[float] = []
+        worst = apart = 0.0
         for rank in range(ranks):
             mine = have[rank]
             if mine is None:
                 continue
             evidence.coverage.gradients += 1
-            expected = _part(mean, places[rank]) * factors[rank]
-            got = mine.double() / (1.0 if _is_unscaled(steps[rank]) or scale == 1.0 else scale)
+            expected = _clipped(_part(mean, places[rank]), steps[rank], key)
+            got = mine.double() / (1.0 if steps[rank]["unscaled"] or scale == 1.0 else scale)
             worst = max(worst, _distance(got, expected))
-            ratios.append(_ratio(got, expected))
+            ratio = _ratio(got, expected)
+            ratios.append(ratio)
+            apart = max(apart, _distance(got, ratio * expected) if math.isfinite(ratio) else 0.0)
         if worst > evidence.tolerance:
             failed.append((key, worst, ratios))
+            scaled = scaled and apart <= 5 * evidence.tolerance
     if not failed:
         return
     key, worst, ratios = failed[0]
@@ -445,8 +449,8 @@ def _reduction(
     fields: dict[str, Any] = {"step": number, "phase": "reduction", "name": evidence.named(key)}
     many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
     if all(g is not None for g in (*own, *have)) and all(
-        _distance(h.double(), o.double() / scale * f) <= evidence.tolerance
-        for h, o, f in zip(have, own, factors, strict=True)
+        _distance(h.double(), _clipped(o.double() / scale, step, key)) <= evidence.tolerance
+        for h, o, step in zip(have, own, steps, strict=True)
     ):
         yield Finding(
             **fields,
@@ -457,8 +461,9 @@ def _reduction(
         return
     steady = [ratio for _, _, own_ratios in failed for ratio in own_ratios if math.isfinite(ratio) and ratio > 0.0]
     by_rank = [[r[place] for _, _, r in failed if len(r) > place] for place in range(ranks)]
+    by_rank = [[one for one in r if math.isfinite(one)] for r in by_rank]
     constant = [
-        max(r) / max(min(r), 1e-30) < 1.0 + 10 * evidence.tolerance if r and min(r) > 0 else False for r in by_rank
+        scaled and bool(r) and min(r) > 0.0 and max(r) / min(r) < 1.0 + 10 * evidence.tolerance for r in by_rank
     ]
     typical = [sum(r) / len(r) if r else math.nan for r in by_rank]
     if all(constant) and steady and max(typical) / min(typical) > 1.0 + evidence.tolerance:
@@ -493,7 +498,8 @@ def _total_weight(evidence: Evidence, steps: list[dict[str, Any]]) -> float | No
     """Return the sum of what all elements weigh, divided by the number of ranks; None if no loss was seen."""
     losses = [loss for step in steps for loss in step["losses"] if loss["gradient"] is not None]
     each = [one["gradient"] * (1.0 if one["reduction"] == "mean" else one["count"]) for one in losses]
-    return sum(each) / len(steps) if each else None
+    scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
+    return sum(each) / scale / len(steps) if each else None
 
 
 def _schedule(evidence: Evidence) -> Iterator[Finding]:
@@ -586,8 +592,8 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         for key in evidence.order:
             mine, alone = steps[0]["gradients"].get(key), single["gradients"].get(key)
             if mine is not None and alone is not None and mine.shape == alone.shape:
-                mine = mine.double() / _clip_factor(steps[0])
-                alone = alone.double() / _clip_factor(single)
+                mine = mine.double() / _norm_factor(steps[0], key)
+                alone = alone.double() / _norm_factor(single, key)
                 if alone.norm() > 1e-8:
                     ratios.append((_ratio(mine, alone), _distance(mine, alone)))
         factors = [ratio for ratio, _ in ratios]
@@ -644,17 +650,18 @@ def _part(whole: Tensor, place: dict[str, Any] | None) -> Tensor:
     return whole
 
 
-def _clip_factor(step: dict[str, Any]) -> float:
-    """Return the factor that the recorded calls of clip_grad_norm_ multiply gradients by."""
-    factor = 1.0
+def _clipped(gradient: Tensor, step: dict[str, Any], key: str) -> Tensor:
+    """Return a gradient as the recorded calls of torch's clipping change it."""
     for clip in step["clips"]:
-        if clip["norm"] is not None:
-            factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
-    return factor
+        if key in clip["keys"] and clip["norm"] is not None:
+            gradient = gradient * min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
+        elif key in clip["keys"] and clip["kind"] == "value":
+            gradient = gradient.clamp(-clip["limit"], clip["limit"])
+    return gradient
 
 
-def _is_unscaled(step: dict[str, Any]) -> bool:
-    return bool(step["unscaled"])
+def _norm_factor(step: dict[str, Any], key: str) -> float:
+    return float(_clipped(torch.ones((), dtype=torch.float64), {"clips": [c for c in step["clips"] if c["norm"]]}, key))
 
 
 def _listed(values: Iterable[Any]) -> str:
