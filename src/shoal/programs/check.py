@@ -532,6 +532,19 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                     next(rank for rank, one in enumerate(own) if one != own[0]),
                 )
                 break
+        changed = [
+            key for key in steps[0]["weights"] if number and key in evidence.records[0]["steps"][number - 1]["after"]
+        ]
+        if changed:
+            yield Finding(
+                number,
+                "update",
+                evidence.named(changed[0]),
+                f"weights are not those after the last update; {len(changed)} parameters",
+                0,
+                cause="they are changed outside of the optimizer: clamped, averaged, loaded",
+                fails=False,
+            )
         result = evidence.replay["steps"][number] if evidence.replay and "steps" in evidence.replay else None
         if result is None or result["updated"] is None:
             evidence.coverage.leave_out("updates by the script's own optimizer: it was not diverging in one process")
