@@ -36,7 +36,7 @@ from benchmarks import small_jobs
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
 from shoal.plans.plan import plan_text
-from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.plans.resolve import STEPS, Wishes, apply_wishes
 from shoal.runs.directory import read_json
 from shoal.runs.records import StepRecord
 from shoal.training.observe.step_records import RecordWriter, Surroundings
@@ -45,14 +45,8 @@ from shoal.training.setup.preflight import judged
 
 CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
 PEERS = ("eager", "compiled", "reduce-overhead", "graph", "fabric")
-# shoal's step modes by the loops' names, with the keys of a plan that set them.
-MODES: dict[str, dict[str, Any]] = {
-    "shoal": {},
-    "shoal eager": {"cuda_graph": False, "compile": "none"},
-    "shoal graph": {"cuda_graph": True},
-    "shoal compiled": {"compile": "default"},
-    "shoal compiled-graph": {"cuda_graph": True, "compile": "default"},
-}
+# `--step` by the names of shoal's loops.
+MODES = {"shoal": "auto"} | {f"shoal {mode}": mode for mode in STEPS}
 _WARM_UP = 3  # steps before a capture
 
 
@@ -87,17 +81,18 @@ _CONFIGURATIONS = {
 }
 
 
-# A length at which each step mode pays; loops end long before.
-LENGTH = shoal.Steps(100_000)
+def course(dry: bool) -> shoal.Steps:
+    """A length at which each step mode pays, though loops end long before; in tiny one that has no trial of modes."""
+    return shoal.Steps(100 if dry else 100_000)
 
 
 def lenet(dry: bool = False) -> shoal.Job:
-    return replace(small_jobs.lenet(8 if dry else 256), length=LENGTH)
+    return replace(small_jobs.lenet(8 if dry else 256), length=course(dry))
 
 
 def resnet18(dry: bool = False, grains: int | None = None) -> shoal.Job:
     """ResNet-18 of images of 28 x 28; in tiny one of its blocks."""
-    job = replace(small_jobs.resnet18(8 if dry else 256), length=LENGTH, grains=grains)
+    job = replace(small_jobs.resnet18(8 if dry else 256), length=course(dry), grains=grains)
     return replace(job, model=small_jobs.residual) if dry else job
 
 
@@ -119,14 +114,15 @@ def large(model: Callable[[], nn.Module], data: Callable[[], TensorDataset], bat
     """A job with a fused AdamW; of tokens unless `changes` has another loss."""
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     job = replace(small_jobs.gpt(batch), model=model, train_data=data, optimizer=optimizer, clip_norm=None)
-    return replace(job, length=LENGTH, **changes)
+    return replace(job, **changes)
 
 
 def gpt2(dry: bool = False, batch: int = 16, tokens: int = 50_257) -> shoal.Job:
     """GPT-2 of 124 M parameters with a context of 1024."""
     layers, width, heads, block = (2, 32, 2, 16) if dry else (12, 768, 12, 1024)
     batch, tokens = (4, 250) if dry else (batch, tokens)
-    return large(partial(GPT2, layers, width, heads, block, tokens), partial(texts, 8 * batch, block, tokens), batch)
+    data = partial(texts, 8 * batch, block, tokens)
+    return large(partial(GPT2, layers, width, heads, block, tokens), data, batch, length=course(dry))
 
 
 def llama(dry: bool = False) -> shoal.Job:
@@ -136,7 +132,7 @@ def llama(dry: bool = False) -> shoal.Job:
     sizes |= tiny | {"num_key_value_heads": 1, "vocab_size": 64, "head_dim": 16} if dry else {}
     batch, length = (4, 16) if dry else (8, 2048)
     model = partial(Logits, "LlamaForCausalLM", **sizes, use_cache=False)
-    return large(model, partial(texts, 8 * batch, length, sizes["vocab_size"]), batch)
+    return large(model, partial(texts, 8 * batch, length, sizes["vocab_size"]), batch, length=course(dry))
 
 
 def bert(dry: bool = False) -> shoal.Job:
@@ -144,7 +140,7 @@ def bert(dry: bool = False) -> shoal.Job:
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     batch, length, tokens = (4, 16, 64) if dry else (32, 512, 30_522)
     model = partial(Logits, "BertForMaskedLM", vocab_size=tokens, **(tiny if dry else {}))
-    return large(model, partial(texts, 8 * batch, length, tokens), batch)
+    return large(model, partial(texts, 8 * batch, length, tokens), batch, length=course(dry))
 
 
 def vit(dry: bool = False) -> shoal.Job:
@@ -154,7 +150,8 @@ def vit(dry: bool = False) -> shoal.Job:
     model = partial(
         Logits, "ViTForImageClassification", **sizes, intermediate_size=4 * width, image_size=side, num_labels=10
     )
-    return large(model, partial(pictures, 4 * batch, side), batch, loss=small_jobs.classified)
+    data = partial(pictures, 4 * batch, side)
+    return large(model, data, batch, loss=small_jobs.classified, length=course(dry))
 
 
 def synchronize(device: torch.device) -> None:
@@ -184,10 +181,15 @@ class Loop:
     channels_last: bool | None = None
 
     @property
-    def execution(self) -> dict[str, Any]:
-        """Keys of shoal's plan."""
-        last = {} if self.channels_last is None else {"channels_last": self.channels_last}
-        return MODES[self.name] | last
+    def format(self) -> dict[str, bool]:
+        """The key of shoal's plan that sets the memory format, if anything does."""
+        return {} if self.channels_last is None else {"channels_last": self.channels_last}
+
+
+def execution(mode: str) -> dict[str, Any]:
+    """Keys of a plan whose steps are computed in a mode; "auto" is eager before its trial."""
+    cuda_graph, compiled = STEPS.get(mode, STEPS["eager"])
+    return {"cuda_graph": cuda_graph, "compile": compiled}
 
 
 def plain(job: shoal.Job, device: torch.device, loop: Loop) -> Callable[[], Tensor]:
@@ -286,7 +288,7 @@ def captured(
 
 def trained(job: shoal.Job, num_steps: int, loop: Loop, on_step: Callable[[StepRecord, int], None]) -> None:
     """Trains through shoal in this process. Raises: PlanError where the plan is refused."""
-    base = shoal.Plan().with_sections(execution=loop.execution)
+    base = shoal.Plan().with_sections(execution=execution(MODES[loop.name]) | loop.format)
     plan = judged(job, apply_wishes(base, Wishes(precision="bf16" if loop.half else None), from_file=False)).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.layout) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
@@ -329,11 +331,11 @@ def run_blocks(
     with tempfile.TemporaryDirectory() as folder:
         out, said = Path(folder) / "run", Path(folder) / "said"
         words = ["run", f"{Path(__file__)}:{net[0]}", *(word for pair in net[1:] for word in ("--set", pair))]
-        words += ["--out", str(out), "--devices", "1", "--records", "all", "--no-source"]
+        words += ["--out", str(out), "--devices", "1", "--records", "all", "--no-source", "--step", MODES[loop.name]]
         words += ["--precision", "bf16"] if loop.half else []
-        if loop.execution:
+        if loop.format:
             plan = Path(folder) / "plan.toml"
-            plan.write_text(plan_text(shoal.Plan().with_sections(execution=loop.execution)), encoding="utf-8")
+            plan.write_text(plan_text(shoal.Plan().with_sections(execution=loop.format)), encoding="utf-8")
             words += ["--plan", str(plan)]
         with said.open("w") as output:
             child = subprocess.Popen(
@@ -343,37 +345,34 @@ def run_blocks(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        began, ends, trial = time.monotonic(), list[float](), dict[str, Any]()
+        began, records, trial, runs = time.monotonic(), list[str](), dict[str, Any](), True
         try:
-            while child.poll() is None and time.monotonic() - began < seconds:
+            while runs and time.monotonic() - began < seconds:
                 time.sleep(0.2)
+                runs = child.poll() is None  # what it has left is read once more
                 trial = read_json(out / "trial.json") or {}
-                ends = step_ends(out / "records.jsonl")
-                over = trial.get("chosen", "") is not None
-                if (
-                    over
-                    and len(ends)
-                    > max((turn["until"] for turn in trial.get("turns", ())), default=steps // 5) + turns * steps
-                ):
+                records = whole_lines(out / "records.jsonl")
+                until = max((turn["until"] for turn in trial.get("turns", ())), default=steps // 5)
+                if trial.get("chosen", "") is not None and len(records) > until + turns * steps:
                     break
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         lines = said.read_text(errors="replace").splitlines()
-    edges = ends[::-1][::steps][: turns + 1][::-1]
+    edges = [json.loads(record)["at"] for record in records[::-1][::steps][: turns + 1]][::-1]
     if len(edges) < 2:
-        raise FailedRunError(f"{len(ends)} steps: " + "\n".join(lines[-8:])[-500:])
-    about: dict[str, Any] = {"steps": len(ends), "said": [line for line in lines if line.startswith("note")][:6]}
+        raise FailedRunError(f"{len(records)} steps: " + "\n".join(lines[-8:])[-500:])
+    about: dict[str, Any] = {"steps": len(records), "said": [line for line in lines if line.startswith("note")][:6]}
     if trial:
         about |= {"chosen": trial["chosen"] or "the trial is not over", "trial": trial["verdicts"]}
     return [(later - earlier) / steps for earlier, later in pairwise(edges)], about
 
 
-def step_ends(records: Path) -> list[float]:
-    """The time of each step's end, of a run that may be writing."""
-    lines = records.read_text(encoding="utf-8").splitlines(keepends=True) if records.exists() else []
-    return [json.loads(line)["at"] for line in lines if line.endswith("\n")]
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process may be writing."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
 
 
 def flops(job: shoal.Job) -> float | None:
