@@ -74,7 +74,7 @@ def precision(row: Row) -> PrecisionSection:
     text = row.get("precision", "").lower()
     if "pure" in text:
         return PrecisionSection(parameters="float16", compute="float16", reduce="float16")
-    return PrecisionSection(compute="float16") if "16" in text or "amp" in text else PrecisionSection()
+    return PrecisionSection(compute="float16") if re.search(r"16|\bamp\b", text) else PrecisionSection()
 
 
 @cache
@@ -107,7 +107,31 @@ def _device(row: Row) -> str:
 
 def _program(row: Row) -> Program:
     tf32 = "tf32" in row.get("precision", "").lower() and not row.get("gpu", "").startswith(("V100", "P100"))
-    return Program(fast_float32=tf32, fused_optimizer=True, own_buckets=False, gradient_passes=0.0)
+    return Program(
+        fast_float32=tf32,
+        fast_convolutions=tf32,
+        channels_first=not _is_channels_last(row),
+        fuses=is_compiled(row),
+        fused_optimizer=True,
+        own_buckets=False,
+        gradient_passes=0.0,
+    )
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether a row's program is compiled: its source says `with xla`."""
+    return re.search(r"\bwith ?xla\b", row.get("notes", "").lower()) is not None
+
+
+def _is_channels_last(row: Row) -> bool:
+    """Whether images lie as tensor cores multiply them.
+
+    NVIDIA's examples of PyTorch do so in mixed precision (`memory_format: nhwc` in ConvNets/configs.yml) and those of
+    MXNet in pure float16 (`--input-layout NHWC`). XLA lays convolutions out so where they run on tensor cores
+    (gpu_layout_assignment.cc).
+    """
+    by_torch = "PyTorch" in row.get("framework", "") and precision(row).compute == "float16"
+    return by_torch or "pure" in row.get("precision", "").lower() or is_compiled(row)
 
 
 def _told_batch(row: Row, key: str) -> tuple[int, int] | None:

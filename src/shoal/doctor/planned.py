@@ -13,7 +13,7 @@ from shoal.doctor.run_times import RunTimes
 from shoal.doctor.trial import changed_plan
 from shoal.errors import HardwareError, PlanError
 from shoal.hardware.values import Cluster
-from shoal.planner.answer.outlook import Case, as_graph
+from shoal.planner.answer.outlook import Case, in_mode, mode
 from shoal.planner.calibrate.comparison import MeasuredStep, beside, section
 from shoal.planner.calibrate.lessons import Correction, learn, observation
 from shoal.planner.predict.workload import Prediction
@@ -127,7 +127,7 @@ class PlannedRun:
 
     def launches(self) -> LostTime | None:
         """Return kernels that wait for their host as a cause, if a CUDA graph of the step could start them."""
-        graph = as_graph(self.case, self.plan)
+        graph = in_mode(self.case, self.plan, {"compiled": "compiled-graph"}.get(mode(self.plan), "graph"))
         gain = 0.0 if graph is None else self._of_training(_predicted(graph, self.plan).step_seconds)
         if gain < WORTH:
             return None

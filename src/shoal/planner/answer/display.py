@@ -15,9 +15,10 @@ from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.outlook import (
-    GRAPH,
+    MODES,
     STORAGE_BYTES_PER_SECOND,
     SearchResult,
+    mode,
 )
 from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, error_bar, likeness, of_device
@@ -138,7 +139,7 @@ def length(answer: SearchResult) -> str:
 def front(
     answer: SearchResult, typed: str = "shoal.run(job, plan=answer)", see: str = "answer.write_html(FILE)"
 ) -> Rows:
-    """Return the answer in at most twelve rows of name and value, each of which fits a line of `WIDTH` columns.
+    """Return the answer in at most thirteen rows of name and value, each of which fits a line of `WIDTH` columns.
 
     `typed`: what starts the run. `see`: what shows the rest.
     """
@@ -216,6 +217,7 @@ def front(
         ["layout", fitting(layout_name(chosen.plan), of_all, f", {batch(chosen, answer)[0]} samples a microbatch")],
         ["run", typed],
         ["step", fitting(seconds(step), f", {speed}", likely and f"; {likely}")],
+        ["mode", fitting(*modes(answer))],
         ["training", length(answer)],
         ["memory", fitting(
             f"{peak / GIB:.1f} of {gib(device.memory_bytes)} on the fullest device",
@@ -230,6 +232,17 @@ def front(
         ["see", fitting(see, ": other layouts, parts of a step, memory, assumptions")],
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def modes(answer: SearchResult) -> list[str]:
+    """Return in which mode the price assumes that a GPU runs its steps, and the prices of the other modes, in words."""
+    if answer.question.case.cluster.device.kind != "gpu":
+        return []
+    own, others = mode(answer.chosen.plan), answer.modes
+    if not others:
+        return [own]
+    words = [f"{name} {seconds(step)}" for name, step in sorted(others.items(), key=lambda item: item[1])]
+    return [own, f"; predicted: {words[0]}", *(f", {text}" for text in words[1:])]
 
 
 def text_of(rows: Rows) -> str:
@@ -301,6 +314,7 @@ def key_rows(answer: SearchResult) -> Rows:
     rows = [
         ["plan", f"{described(chosen.plan)}; a rank has {number} x {several(size, 'sample')} in a step"],
         ["step", seconds(step) + (published(answer) if cluster.device.kind == "gpu" else "")],
+        ["mode", "".join(modes(answer))],
         ["throughput", throughput],
         ["of the peak", of_peak],
         ["memory", memory],
@@ -349,7 +363,6 @@ def hints(answer: SearchResult) -> list[str]:
         return lines
     gains = [change for change in answer.changes if "-" not in change.effect]
     lines += [f"{change.what}: {change.effect}" for change in gains if change.what.startswith("--")]
-    lines += [f"{GRAPH}: {c.effect}, where the step can be captured" for c in gains if c.what == GRAPH]
     # Float32 products in a 16-bit plan. Autocast casts a fixed list of operators and no others:
     # docs.pytorch.org/docs/stable/amp.html.
     precision = chosen.plan.precision

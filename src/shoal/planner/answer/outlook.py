@@ -42,10 +42,16 @@ from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 
 # Host seconds of a GPU step besides the model's operators: LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
-# Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock.
-_QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.3e-3
-# The plan's key and value in TOML.
-GRAPH = "execution.cuda_graph = true"
+# Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock. Compiled regions: what their
+# guards and calls add to queued operations, by the clock.
+_QUEUED_SECONDS, _REPLAYED_SECONDS, _REGION_SECONDS = 2.1e-3, 1.3e-3, 0.7e-3
+# How a GPU runs a step, by the names of `--step`: the plan's keys in `execution`, and their words in TOML.
+MODES: dict[str, tuple[dict[str, Any], str]] = {
+    "eager": ({"cuda_graph": False, "compile": "none"}, "eager"),
+    "graph": ({"cuda_graph": True, "compile": "none"}, "execution.cuda_graph = true"),
+    "compiled": ({"cuda_graph": False, "compile": "default"}, 'execution.compile = "default"'),
+    "compiled-graph": ({"cuda_graph": True, "compile": "default"}, "execution.cuda_graph and execution.compile"),
+}
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
@@ -66,18 +72,30 @@ class Case:
 
     @property
     def own_program(self) -> Program:
-        """The program to predict; defaults to shoal's own, compiled if the base plan is."""
-        fuses = self.space.base.execution.compile != "none"
-        return self.program or Program(fuses=fuses, host_seconds=_QUEUED_SECONDS)
+        """The program to predict; defaults to shoal's own, in the mode of the base plan."""
+        execution = self.space.base.execution
+        fuses = execution.compile != "none"
+        queued = _QUEUED_SECONDS + (_REGION_SECONDS if fuses else 0.0)
+        return self.program or Program(
+            fuses=fuses, host_seconds=_REPLAYED_SECONDS if execution.cuda_graph else queued
+        )
+
+    @property
+    def own_cluster(self) -> Cluster:
+        """The cluster to predict: the kernels of a CUDA graph do not wait for their host."""
+        device = self.cluster.device
+        if not self.space.base.execution.cuda_graph or device.kind != "gpu":
+            return self.cluster
+        return replace(self.cluster, device=replace(device, dispatch_seconds=0.0))
 
     @property
     def predictor(self) -> Predictor:
         """Predictor for this case's plans, the same as in the search."""
-        return Predictor(self.work, self.cluster, self.own_program)
+        return Predictor(self.work, self.own_cluster, self.own_program)
 
     def search(self) -> Search:
         """Return the search of this case."""
-        costs = costs_of(self.work, self.cluster, self.own_program, self.correction)
+        costs = costs_of(self.work, self.own_cluster, self.own_program, self.correction)
         return Search(self.space, costs, self.work.grain_size, self.watch)
 
 
@@ -221,8 +239,8 @@ def sensitivity(
         precision, other = precise
         plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
         changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
-    graph = as_graph(case, chosen.plan)
-    optional = [] if graph is None else [predicted(graph, GRAPH)]
+    modes = ((in_mode(case, chosen.plan, name), words) for name, (_, words) in MODES.items())
+    optional = [predicted(other, words) for other, words in modes if other is not None]
     for kind in recomputes(case.space.base):
         if kind != chosen.plan.memory.recompute:
             plan = chosen.plan.with_sections(memory={"recompute": kind})
@@ -251,13 +269,21 @@ def sensitivity(
     return tuple(changes)
 
 
-def as_graph(case: Case, plan: Plan) -> Case | None:
-    """Return the case in which a plan's kernels do not wait for the host, as in a CUDA graph; None if impossible."""
-    captured, device = plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
-    if device.kind != "gpu" or plan.execution.cuda_graph or conflicts(captured, case.space.facts):
+def mode(plan: Plan) -> str:
+    """Return the name in `MODES` of how a GPU runs a plan's steps."""
+    compiles = plan.execution.compile != "none"
+    if plan.execution.cuda_graph:
+        return "compiled-graph" if compiles else "graph"
+    return "compiled" if compiles else "eager"
+
+
+def in_mode(case: Case, plan: Plan, name: str) -> Case | None:
+    """Return the case in which a GPU runs a plan's steps in another mode; None if that mode is the plan's or illegal."""
+    keys, _ = MODES[name]
+    other = plan.with_sections(execution=keys)
+    if case.cluster.device.kind != "gpu" or mode(plan) == name or conflicts(other, case.space.facts):
         return None
-    cluster = replace(case.cluster, device=replace(device, dispatch_seconds=0.0))
-    return replace(case, cluster=cluster, program=replace(case.own_program, host_seconds=_REPLAYED_SECONDS))
+    return replace(case, space=replace(case.space, base=case.space.base.with_sections(execution=keys)))
 
 
 # ----------------------------------------------------------------------------------------------------- failures
@@ -445,6 +471,12 @@ class SearchResult:
         return self.choice.chosen
 
     @property
+    def modes(self) -> dict[str, float]:
+        """Predicted seconds of a step of the chosen plan in other modes, by the names in `MODES`."""
+        known = {words: name for name, (_, words) in MODES.items()}
+        return {known[c.what]: c.seconds for c in self.changes if c.what in known and c.seconds is not None}
+
+    @property
     def price(self) -> float | None:
         """US dollars per device-hour, or None if unknown."""
         return self.question.case.cluster.device.price_per_hour
@@ -457,10 +489,9 @@ class SearchResult:
     @property
     def peak(self) -> tuple[str, float]:
         """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
-        plan = self.chosen.plan
-        computer = self.question.case.predictor.staging.ranks(plan).costs.computer
-        dtype = computer.dtype(plan.precision.compute)
-        return dtype, computer.device.flops[dtype]
+        predictor, plan = self.question.case.predictor, self.chosen.plan
+        dtype = predictor.reference(plan)
+        return dtype, predictor.staging.ranks(plan).device.flops[dtype]
 
     def job_seconds(self, seconds: float) -> float | None:
         """Return the seconds of the whole job at `seconds` per step, or None if its length is unknown."""
@@ -493,6 +524,8 @@ class SearchResult:
         }
         if prediction.mfu is not None:
             about["peak_dtype"], about["peak_flops"] = self.peak
+        if case.cluster.device.kind == "gpu":
+            about |= {"mode": mode(chosen.plan), "modes": self.modes}
         about |= {"price_per_hour": self.price} if self.price is not None else {}
         about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
         document = chosen.plan.to_mapping()

@@ -33,6 +33,9 @@ _SPLITS: Final = (1, 2, 4, 8, 16)
 # 16 bits per element and writes 8, plain and transposed (Transformer Engine). The cast of weights, once per step, is
 # not counted. float4 counts as 8 bits wherever bytes are counted.
 _CAST: Final = ("float8", "float4")
+# Dtypes in which a convolution of a GPU runs on tensor cores. They multiply images with channels last, so that cuDNN
+# copies images with channels first to that format and the result back (docs/planner.md).
+_TENSOR_CORES: Final = ("tf32", "bfloat16", "float16")
 _CAST_BYTES: Final = (2 + 1 + 1) / 2
 _ALMOST: Final = 1 - 1e-9  # slack for rounding when a bound is compared
 # Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions need 2.25 times fewer products; transforms cost part of the gain.
@@ -186,10 +189,15 @@ def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 
     A chain is consecutive operators of kind MEMORY in the same phase that tensor parallelism divides in the same way.
     An operator reads the output of the one before it from registers. The kernel's memory traffic is the other inputs
-    and the last output. In the backward, another kernel computes again what autograd would have saved.
+    and the last output. In the backward, another kernel computes again what autograd would have saved. Batch norms are
+    in no chain: where they were, published and measured steps were no faster (docs/planner.md).
     """
     kernels: list[Operation] = []
-    for key, group in groupby(operations, lambda o: (o.phase, o.cut) if o.kind is OperationKind.MEMORY else None):
+    def chained(operation: Operation) -> tuple[Phase, TensorCut] | None:
+        is_chained = operation.kind is OperationKind.MEMORY and "batch_norm" not in operation.name
+        return (operation.phase, operation.cut) if is_chained else None
+
+    for key, group in groupby(operations, chained):
         chain = tuple(group)
         if key is None or len(chain) == 1:
             kernels += chain
@@ -218,7 +226,9 @@ class DeviceModel:
     attention: str = "flash2"  # which fused attention
     touched: Amount = NOTHING
     layers: str | None = None  # dtype that layers of repeated blocks are cast to before they multiply
-    fuses: bool = False  # elementwise operators of repeated blocks are fused on a GPU
+    fuses: bool = False  # elementwise operators are fused on a GPU
+    fast_convolutions: bool = False  # float32 convolutions on tensor cores as tf32
+    channels_first: bool = False  # memory format of images; tensor cores multiply channels last
     _distinct: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
     _whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
     _undivided: dict[tuple[Body, float], list[Cost | None]] = field(default_factory=dict, compare=False, repr=False)
@@ -229,6 +239,18 @@ class DeviceModel:
         if dtype == "float32" and self.fast_float32 and "tf32" in flops:
             return "tf32"
         return dtype if dtype in flops else "float32"
+
+    def multiplied(self, operation: Operation) -> str:
+        """Return the dtype that multiplies the numbers of a product or a convolution."""
+        fast = self.fast_convolutions and operation.kind is OperationKind.CONVOLUTION
+        if fast and operation.dtype == "float32" and "tf32" in self.device.flops:
+            return "tf32"
+        return self.dtype(operation.dtype)
+
+    def reference(self, dtype: str, operations: Iterable[Operation]) -> str:
+        """Return the dtype whose peak a step in `dtype` is compared with: that of its fastest products."""
+        names = {self.dtype(dtype), *(self.multiplied(o) for o in operations if o.kind is OperationKind.CONVOLUTION)}
+        return max(names, key=lambda name: self.device.flops[name])
 
     def operation(self, operation: Operation, share: Share) -> Cost:
         """Return the cost of one operation on one rank."""
@@ -242,6 +264,8 @@ class DeviceModel:
         if kind is OperationKind.MATMUL or kind is OperationKind.CONVOLUTION:
             m, n, k, batch = sizes = sizes_on_rank(operation, share)
             compute = self._product(operation, sizes)
+            if self.channels_first and kind is OperationKind.CONVOLUTION and self.multiplied(operation) in _TENSOR_CORES:
+                cast = self.moved(2 * (read + written), touched)
             if self.is_unaligned(operation, share):
                 compute /= device.unaligned
             if kind is OperationKind.MATMUL:
@@ -299,7 +323,7 @@ class DeviceModel:
 
     def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
         """Return the seconds of a matmul or convolution, without memory traffic. `sizes`: m, n, k, batch."""
-        device, dtype = self.device, self.dtype(operation.dtype)
+        device, dtype = self.device, self.multiplied(operation)
         m, n, k, batch = sizes
         phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
         if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
@@ -330,11 +354,11 @@ class DeviceModel:
         """
         if self.device.kind != "gpu" or self.device.unaligned == 1.0:
             return False
-        return ITEMSIZE[self.dtype(operation.dtype)] == ITEMSIZE["bfloat16"] and bool(unaligned_rows(operation, share))
+        return ITEMSIZE[self.multiplied(operation)] == ITEMSIZE["bfloat16"] and bool(unaligned_rows(operation, share))
 
     def spares(self, operation: Operation) -> bool:
         """Return True if Winograd's algorithm executes an operation, with `WINOGRAD` times fewer FLOPs."""
-        return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
+        return operation.winograd and self.multiplied(operation) == "float32" and self.device.multiprocessors > 0
 
     def attention_lengths(self, phase: Phase) -> Curve | None:
         """Return the fraction of the peak by the number of positions that a row attends to; None if not measured."""
@@ -386,7 +410,7 @@ class DeviceModel:
     def operations(self, body: Body) -> Iterable[Operation]:
         """Return the operations of a body as the program runs them: with fused chains and the layers' dtype."""
         operations = body.operations
-        if body.repeated and self.fuses and self.device.kind == "gpu":
+        if self.fuses and self.device.kind == "gpu":
             # Inductor pads the rows of products itself (torch._inductor.config.shape_padding, which is on by default).
             operations = tuple(replace(o, rows=()) if o.rows else o for o in fused(operations))
         if not body.repeated or self.layers is None or self.layers not in self.device.flops:

@@ -326,7 +326,7 @@ class Costs:
         self.memory_margin = predictor.cluster.memory_margin
         # The smallest correction factor, which keeps bounds of the whole step valid.
         self._least = min([1.0, *self._correction.factors.values()])
-        computer = predictor.staging.computer(device.in_faster_format())
+        computer = predictor.staging.computer(device.in_faster_format(), channels_last=True)
         self._floors = Floors(computer, predictor.network, predictor.program, predictor.staging.parts)
         self._shared: tuple[Ranks, dict[str, float]] | None = None
         self._turns: dict[tuple[CutModel, int, bool], Turn] = {}

@@ -406,7 +406,7 @@ class Staging:
         # activation waits for everything between its forward and its backward, a weight for a whole step.
         written = [o.written_bytes for unit in work.profile.units for o in unit.body.operations]
         self._touched = Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
-        self._costs: dict[int, StageCosts] = {}  # by the id of the device
+        self._costs: dict[tuple[int, bool], StageCosts] = {}  # by the id of the device, and whether channels lie last
         self._last: dict[int, Device] = {}  # devices with channels_last rates, by the id of the plain device
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
@@ -431,23 +431,32 @@ class Staging:
             if id(device) not in self._last:
                 self._last[id(device)] = device.with_channels_last()
             device = self._last[id(device)]
-        if id(device) not in self._costs:
-            self._costs[id(device)] = StageCosts(self.computer(device), self._network, self._program)
+        key_of_costs = id(device), plan.execution.channels_last
+        if key_of_costs not in self._costs:
+            computer = self.computer(device, plan.execution.channels_last)
+            self._costs[key_of_costs] = StageCosts(computer, self._network, self._program)
         grains = -(-self._work.num_grains // (layout.data * layout.shard))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
         sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
         key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums
         if key not in self._shares:
             self._shares[key] = Share(per * self._work.grain_size, *key[1:])
-        share, costs, microbatches = self._shares[key], self._costs[id(device)], -(-grains // per)
+        share, costs, microbatches = self._shares[key], self._costs[key_of_costs], -(-grains // per)
         self._latest = Ranks(plan, costs, share, microbatches, self)
         return self._latest
 
-    def computer(self, device: Device) -> DeviceModel:
-        """Return the roofline model of the device under this program."""
+    def computer(self, device: Device, channels_last: bool) -> DeviceModel:
+        """Return the roofline model of the device under this program, with images in a memory format."""
         program = self._program
         return DeviceModel(
-            device, program.fast_float32, program.attention, self._touched, program.layers, program.fuses
+            device,
+            program.fast_float32,
+            program.attention,
+            self._touched,
+            program.layers,
+            program.fuses,
+            program.fast_convolutions and device.kind == "gpu",
+            program.channels_first and not channels_last and device.kind == "gpu",
         )
 
     def model(self, ranks: Ranks) -> CutModel:

@@ -502,6 +502,7 @@ class Predictor:
         self.states = States(work.profile, self.program, accounts)
         self._flops = work.profile.flops(work.global_batch)
         self._executed: float | None = None
+        self._references: dict[str, str] = {}  # by the dtype of compute
         self._overheads: dict[tuple[int, str], Overheads] = {}
         self._makespans: dict[tuple[object, PipelineShape, float], float] = {}
 
@@ -524,7 +525,7 @@ class Predictor:
             samples, operations = work.global_batch, (o for unit in work.profile.units for o in unit.body.operations)
             less = sum(o.flops.at(samples) * (1.0 - 1.0 / WINOGRAD) for o in operations if computer.spares(o))
             self._executed = 1.0 - less / self._flops if self._flops else 1.0
-        at_peak = flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
+        at_peak = flops * self._executed / computer.device.flops[self.reference(plan)]
         # A run's meter also counts the batch as activations, on the rank that it enters.
         entering, batch = (
             {work.profile.units[0], self.staging.parts[0]},
@@ -547,6 +548,14 @@ class Predictor:
             kept_bytes=tuple(activations),
             split=tuple(stage[0].name for stage in ranks.model.division.stages[1:] if stage),
         )
+
+    def reference(self, plan: Plan) -> str:
+        """Return the dtype whose peak is the reference of a plan's `mfu`."""
+        compute = plan.precision.compute
+        if compute not in self._references:
+            operations = (o for unit in self.work.profile.units for o in unit.body.operations)
+            self._references[compute] = self.staging.ranks(plan).costs.computer.reference(compute, operations)
+        return self._references[compute]
 
     def first_bytes(self, plan: Plan) -> float:
         """Return the peak bytes of the first rank, since some measurements are of that rank."""

@@ -84,7 +84,9 @@ class Program:
     scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
     fast_float32: bool = False
     attention: str = "flash2"
-    fuses: bool = False  # blocks are compiled: each chain of elementwise operators is one GPU kernel
+    fast_convolutions: bool = True  # float32 convolutions on tensor cores as tf32, torch's default
+    channels_first: bool = True  # images of a plan without `channels_last`: tensor cores copy them to that format
+    fuses: bool = False  # the model is compiled: each chain of elementwise operators is one GPU kernel
     layers: str | None = None  # float8 or float4: layers of repeated blocks are cast before they multiply
     keeps_cast: bool = False  # a cast layer saves its cast input for the backward
     # What selective recomputation keeps: products | alternate_products (attention and every second) | all_but_attention

@@ -23,7 +23,7 @@ from shoal.planner.answer.display import (
     key_rows,
     show,
 )
-from shoal.planner.answer.outlook import GRAPH, Case, Change, Question, SearchResult
+from shoal.planner.answer.outlook import MODES, Case, Change, Question, SearchResult
 from shoal.planner.predict.workload import Workload, error_bar, likeness
 from shoal.planner.search.search import Aim
 from shoal.planner.search.space import Space, counts, illegal
@@ -88,13 +88,13 @@ def test_no_line_is_above_80_columns_and_no_cell_is_broken(which: str, request: 
 
 
 @pytest.mark.parametrize("which", ["one", "wide"])
-def test_the_first_twelve_lines_are_the_answer(which: str, request: pytest.FixtureRequest) -> None:
+def test_the_first_thirteen_lines_are_the_answer(which: str, request: pytest.FixtureRequest) -> None:
     found: SearchResult = request.getfixturevalue(which)
     lines = str(Answer(**vars(found))).splitlines()
     names = [line[:10].strip() for line in lines]
-    assert len(lines) <= 12
-    assert names[:8] == ["layout", "run", "step", "training", "memory", "cost", "hosts", "links"]
-    assert {"more", "fewer", "next best", "see"} >= set(names[8:])
+    assert len(lines) <= 13
+    assert names[:9] == ["layout", "run", "step", "mode", "training", "memory", "cost", "hosts", "links"]
+    assert {"more", "fewer", "next best", "see"} >= set(names[9:])
     assert max(map(len, lines)) <= COLUMNS
     assert lines[0].split(" on ")[0].split(maxsplit=1)[1] == layout_name(found.plan)
     assert seconds(found.chosen.seconds) in lines[2]
@@ -239,14 +239,20 @@ def test_a_graph_is_among_it_where_one_gpu_waits_for_its_host() -> None:
     waiting = replace(one, device=replace(one.device, dispatch_seconds=1e-3))
     case = replace(small.case, cluster=waiting, space=replace(small.case.space, counts=(1,)))
     found = answered(replace(small, case=case))
-    (change,) = [change for change in found.changes if change.what == GRAPH]
+    (change,) = [change for change in found.changes if change.what == MODES["graph"][1]]
     terms = found.chosen.prediction.terms
     assert change.seconds is not None
     assert terms["host"] == pytest.approx(2.1e-3)  # beside a device that waits nothing of it is hidden
     assert change.seconds < found.chosen.seconds - terms["launch"]
-    assert any(hint.startswith(GRAPH) for hint in hints(replace(found, finer=None)))
+    assert row(found, "mode").startswith("eager; predicted: ")
+    assert found.modes["graph"] == change.seconds
+    document = found.plan.prediction
+    assert (document["mode"], document["modes"]) == ("eager", found.modes)
+    captured = found.chosen.plan.with_sections(execution={"cuda_graph": True})
+    own = replace(case, space=replace(case.space, base=case.space.base.with_sections(execution={"cuda_graph": True})))
+    assert own.search().bounds.predict(captured).step_seconds == change.seconds, "a plan's own mode is priced alike"
     several = answered(replace(small, case=replace(small.case, space=replace(small.case.space, counts=(8,)))))
-    assert GRAPH not in [change.what for change in several.changes], "a graph is one process's"
+    assert not {"graph", "compiled-graph"} & set(several.modes), "a graph is one process's"
 
 
 def test_what_the_host_does_is_hidden_beside_a_device_that_is_behind(one: SearchResult) -> None:

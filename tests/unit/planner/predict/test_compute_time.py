@@ -80,6 +80,24 @@ def test_float32_takes_the_tensor_cores_only_where_the_program_lets_it():
     assert DeviceModel(device).operation(operation, Share(1)).device == pytest.approx(2e-3)
 
 
+def test_float32_convolutions_take_the_tensor_cores_by_torchs_default_and_are_copied_to_their_format():
+    device = replace(DEVICE, flops={"float32": 1e12, "tf32": 8e12}, memory_bytes_per_second=1e12)
+    amounts = {"read_bytes": Amount(0, 3e8), "written_bytes": Amount(0, 1e8)}
+    convolution = replace(matmul("x", 1000, 1000, 1000), kind=OperationKind.CONVOLUTION, **amounts)
+    slow = replace(convolution, k=Amount(10000))
+
+    def of(operation: Operation, **settings: bool) -> float:
+        return DeviceModel(device, **settings).operation(operation, Share(1)).device
+
+    assert of(slow, fast_convolutions=True) == pytest.approx(of(slow) / 8)
+    copied = of(convolution, fast_convolutions=True, channels_first=True)
+    assert copied == pytest.approx(of(convolution, fast_convolutions=True) + 2 * 4e8 / 1e12)
+    assert of(convolution, channels_first=True) == of(convolution), "without tensor cores any format is multiplied"
+    computer = DeviceModel(device, fast_convolutions=True)
+    assert computer.reference("float32", [convolution]) == "tf32"
+    assert computer.reference("float32", [matmul("x", 10, 10, 10)]) == "float32"
+
+
 def test_a_dtype_that_the_device_does_not_have_is_multiplied_in_float32():
     assert seconds(replace(matmul("x", 1000, 1000, 1000), dtype="bfloat16"), Share(1)) == pytest.approx(2e-3)
 
@@ -263,12 +281,12 @@ def test_no_other_dtype_device_or_kind_is_slower_for_its_rows():
     assert seconds(odd(), Share(1), wide) == pytest.approx(2.002e-3)
 
 
-def test_compiled_blocks_pad_the_rows_of_their_products_themselves():
+def test_compiled_steps_pad_the_rows_of_their_products_themselves():
     device = replace(DEVICE, flops={"float32": 1e12, "bfloat16": 1e12}, unaligned=0.25)
 
-    def taken(fuses: bool, repeated: bool) -> float:
-        (cost,) = DeviceModel(device, fuses=fuses).each(Body((odd(),), repeated=repeated), Share(1))
+    def taken(fuses: bool) -> float:
+        (cost,) = DeviceModel(device, fuses=fuses).each(Body((odd(),)), Share(1))
         return cost.device
 
-    assert taken(True, True) == pytest.approx(2.002e-3)
-    assert taken(False, True) == taken(True, False) == pytest.approx(2.002e-3 / 0.25)
+    assert taken(True) == pytest.approx(2.002e-3)
+    assert taken(False) == pytest.approx(2.002e-3 / 0.25)
