@@ -15,7 +15,6 @@ from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.outlook import (
-    MODES,
     STORAGE_BYTES_PER_SECOND,
     SearchResult,
     mode,

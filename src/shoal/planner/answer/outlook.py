@@ -76,9 +76,7 @@ class Case:
         execution = self.space.base.execution
         fuses = execution.compile != "none"
         queued = _QUEUED_SECONDS + (_REGION_SECONDS if fuses else 0.0)
-        return self.program or Program(
-            fuses=fuses, host_seconds=_REPLAYED_SECONDS if execution.cuda_graph else queued
-        )
+        return self.program or Program(fuses=fuses, host_seconds=_REPLAYED_SECONDS if execution.cuda_graph else queued)
 
     @property
     def own_cluster(self) -> Cluster:

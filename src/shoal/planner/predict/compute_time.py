@@ -193,6 +193,7 @@ def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     in no chain: where they were, published and measured steps were no faster (docs/planner.md).
     """
     kernels: list[Operation] = []
+
     def chained(operation: Operation) -> tuple[Phase, TensorCut] | None:
         is_chained = operation.kind is OperationKind.MEMORY and "batch_norm" not in operation.name
         return (operation.phase, operation.cut) if is_chained else None
@@ -264,7 +265,11 @@ class DeviceModel:
         if kind is OperationKind.MATMUL or kind is OperationKind.CONVOLUTION:
             m, n, k, batch = sizes = sizes_on_rank(operation, share)
             compute = self._product(operation, sizes)
-            if self.channels_first and kind is OperationKind.CONVOLUTION and self.multiplied(operation) in _TENSOR_CORES:
+            if (
+                self.channels_first
+                and kind is OperationKind.CONVOLUTION
+                and self.multiplied(operation) in _TENSOR_CORES
+            ):
                 cast = self.moved(2 * (read + written), touched)
             if self.is_unaligned(operation, share):
                 compute /= device.unaligned
