@@ -42,8 +42,8 @@ from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 
 # Host seconds of a GPU step besides the model's operators: LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
-# Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock. Compiled regions: what their
-# guards and calls add to queued operations, by the clock.
+# Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock. Compiled regions: what
+# their guards and calls add to queued operations, by the clock.
 _QUEUED_SECONDS, _REPLAYED_SECONDS, _REGION_SECONDS = 2.1e-3, 1.3e-3, 0.7e-3
 # How a GPU runs a step, by the names of `--step`: the plan's keys in `execution`, and their words in TOML.
 MODES: dict[str, tuple[dict[str, Any], str]] = {
@@ -276,7 +276,7 @@ def mode(plan: Plan) -> str:
 
 
 def in_mode(case: Case, plan: Plan, name: str) -> Case | None:
-    """Return the case in which a GPU runs a plan's steps in another mode; None if that mode is the plan's or illegal."""
+    """Return the case in which a GPU runs a plan's steps in another mode; None if it is the plan's or illegal."""
     keys, _ = MODES[name]
     other = plan.with_sections(execution=keys)
     if case.cluster.device.kind != "gpu" or mode(plan) == name or conflicts(other, case.space.facts):
