@@ -234,24 +234,13 @@ class DeviceModel:
     _whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
     _undivided: dict[tuple[Body, float], list[Cost | None]] = field(default_factory=dict, compare=False, repr=False)
 
-    def dtype(self, dtype: str) -> str:
+    def dtype(self, dtype: str, kind: OperationKind = OperationKind.MATMUL) -> str:
         """Return the dtype that multiplies numbers of `dtype`: tf32 if enabled, float32 if the device lacks `dtype`."""
         flops = self.device.flops
-        if dtype == "float32" and self.fast_float32 and "tf32" in flops:
+        is_fast = self.fast_float32 or (self.fast_convolutions and kind is OperationKind.CONVOLUTION)
+        if dtype == "float32" and is_fast and "tf32" in flops:
             return "tf32"
         return dtype if dtype in flops else "float32"
-
-    def multiplied(self, operation: Operation) -> str:
-        """Return the dtype that multiplies the numbers of a product or a convolution."""
-        fast = self.fast_convolutions and operation.kind is OperationKind.CONVOLUTION
-        if fast and operation.dtype == "float32" and "tf32" in self.device.flops:
-            return "tf32"
-        return self.dtype(operation.dtype)
-
-    def reference(self, dtype: str, operations: Iterable[Operation]) -> str:
-        """Return the dtype whose peak a step in `dtype` is compared with: that of its fastest products."""
-        names = {self.dtype(dtype), *(self.multiplied(o) for o in operations if o.kind is OperationKind.CONVOLUTION)}
-        return max(names, key=lambda name: self.device.flops[name])
 
     def operation(self, operation: Operation, share: Share) -> Cost:
         """Return the cost of one operation on one rank."""
@@ -268,7 +257,7 @@ class DeviceModel:
             if (
                 self.channels_first
                 and kind is OperationKind.CONVOLUTION
-                and self.multiplied(operation) in _TENSOR_CORES
+                and self.dtype(operation.dtype, operation.kind) in _TENSOR_CORES
             ):
                 cast = self.moved(2 * (read + written), touched)
             if self.is_unaligned(operation, share):
@@ -328,7 +317,7 @@ class DeviceModel:
 
     def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
         """Return the seconds of a matmul or convolution, without memory traffic. `sizes`: m, n, k, batch."""
-        device, dtype = self.device, self.multiplied(operation)
+        device, dtype = self.device, self.dtype(operation.dtype, operation.kind)
         m, n, k, batch = sizes
         phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
         if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
@@ -359,11 +348,17 @@ class DeviceModel:
         """
         if self.device.kind != "gpu" or self.device.unaligned == 1.0:
             return False
-        return ITEMSIZE[self.multiplied(operation)] == ITEMSIZE["bfloat16"] and bool(unaligned_rows(operation, share))
+        return ITEMSIZE[self.dtype(operation.dtype, operation.kind)] == ITEMSIZE["bfloat16"] and bool(
+            unaligned_rows(operation, share)
+        )
 
     def spares(self, operation: Operation) -> bool:
         """Return True if Winograd's algorithm executes an operation, with `WINOGRAD` times fewer FLOPs."""
-        return operation.winograd and self.multiplied(operation) == "float32" and self.device.multiprocessors > 0
+        return (
+            operation.winograd
+            and self.dtype(operation.dtype, operation.kind) == "float32"
+            and self.device.multiprocessors > 0
+        )
 
     def attention_lengths(self, phase: Phase) -> Curve | None:
         """Return the fraction of the peak by the number of positions that a row attends to; None if not measured."""

@@ -22,7 +22,7 @@ from shoal.planner.predict.workload import (
     Share,
     Workload,
 )
-from shoal.planner.profile.values import Profile
+from shoal.planner.profile.values import OperationKind, Profile
 from shoal.plans.accounting.all_reduce import compressed_buckets, compression_buffers
 from shoal.plans.accounting.collectives import (
     GLOO_BUCKET_BYTES,
@@ -551,10 +551,12 @@ class Predictor:
 
     def reference(self, plan: Plan) -> str:
         """Return the dtype whose peak is the reference of a plan's `mfu`."""
-        compute = plan.precision.compute
+        compute, computer = plan.precision.compute, self.staging.ranks(plan).costs.computer
         if compute not in self._references:
             operations = (o for unit in self.work.profile.units for o in unit.body.operations)
-            self._references[compute] = self.staging.ranks(plan).costs.computer.reference(compute, operations)
+            convolutions = {o.dtype for o in operations if o.kind is OperationKind.CONVOLUTION}
+            names = {computer.dtype(compute), *(computer.dtype(one, OperationKind.CONVOLUTION) for one in convolutions)}
+            self._references[compute] = max(names, key=lambda name: computer.device.flops[name])
         return self._references[compute]
 
     def first_bytes(self, plan: Plan) -> float:

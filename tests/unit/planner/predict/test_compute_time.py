@@ -94,8 +94,8 @@ def test_float32_convolutions_take_the_tensor_cores_by_torchs_default_and_are_co
     assert copied == pytest.approx(of(convolution, fast_convolutions=True) + 2 * 4e8 / 1e12)
     assert of(convolution, channels_first=True) == of(convolution), "without tensor cores any format is multiplied"
     computer = DeviceModel(device, fast_convolutions=True)
-    assert computer.reference("float32", [convolution]) == "tf32"
-    assert computer.reference("float32", [matmul("x", 10, 10, 10)]) == "float32"
+    assert computer.dtype("float32", OperationKind.CONVOLUTION) == "tf32"
+    assert computer.dtype("float32") == "float32"
 
 
 def test_a_dtype_that_the_device_does_not_have_is_multiplied_in_float32():
