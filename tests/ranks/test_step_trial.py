@@ -60,6 +60,8 @@ def test_the_fastest_mode_is_chosen_and_the_same_command_tries_nothing(tmp_path:
     again = run(tried(tmp_path, "again", *given, devices=None, home="elsewhere"))
     assert weights(again) == weights(first)
     assert execution(tmp_path / "again") == execution(tmp_path / "first")
+    exact = run(tried(tmp_path, "exact", "--step", given[-1], exact=True)).expect(2)
+    assert "this run takes no turns: exact mode" in " ".join(exact.stderr.split())
 
 
 def test_two_equal_commands_under_load_have_equal_bits(tmp_path: Path) -> None:

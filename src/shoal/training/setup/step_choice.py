@@ -14,7 +14,9 @@ from torch import Tensor
 from shoal.data.source import MapSource, small_batch
 from shoal.distributed.mesh import decided_by_rank_0
 from shoal.distributed.process_setup import versions
+from shoal.errors import CommandError
 from shoal.hardware.detect import cores, processor
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.plans.legal import conflicts
 from shoal.runs.directory import Fence, RunDirectory
@@ -84,13 +86,20 @@ def open_trial(
         first: number of steps of a run that is resumed, None for a new run.
         num_steps: number of steps at the end of the run.
 
-    Raises: CommandError for a damaged trial.json. Collective: all ranks.
+    Raises: CommandError for a damaged trial.json, or one that does not fit the plan. Collective: all ranks.
     """
     plan, mesh = engine.plan, engine.mesh
     own = directory.trial if mesh.rank == 0 else None
     given = Path(request.step) if request.step.endswith(".json") else None
-    reason = _why_none(engine, request, num_steps)
-    if reason is not None and (given is None or plan.execution.exact):
+    never = _why_never(engine)
+    if never is not None and given is not None:
+        raise CommandError(
+            given=f"--step {given}",
+            conflict=f"this run takes no turns: {never}",
+            remedy="leave --step out, or give the plan of the run that the file is from",
+        )
+    reason = never or _why_none(request, num_steps)
+    if reason is not None and given is None:
         return reason
     key = TrialKey(_facts(engine, description), num_steps)
 
@@ -125,22 +134,27 @@ def open_trial(
     return run
 
 
-def _why_none(engine: Engine, request: TrialRequest, num_steps: int) -> str | None:
-    """Return why a run has no trial of its own, in words."""
+def _why_never(engine: Engine) -> str | None:
+    """Return why no run with this plan has a trial, in words."""
     plan = engine.plan
-    for is_so, reason in (
-        (plan.execution.exact, "exact mode has one way to compute a step"),
-        (request.step not in ("auto",), f"--step {request.step}"),
-        (request.sets_step, "the plan file sets it"),
-        (request.covered, "the certificate covers one plan"),
-        (plan.serves, "parameter servers compute steps in parts"),
-        (plan.divides_model, "each rank has a part of the model"),
-        (not isinstance(engine.job.train_data.source, MapSource), "the length of a stream is not known"),
-        (is_too_short(num_steps), f"{num_steps} steps are too few for a trial"),
-    ):
-        if is_so:
-            return reason
-    return None
+    if plan.execution.exact:
+        return "exact mode has one way to compute a step"
+    if plan.serves:
+        return "parameter servers compute steps in parts"
+    if plan.divides_model:
+        return "each rank has a part of the model"
+    return None if isinstance(engine.job.train_data.source, MapSource) else "the length of a stream is not known"
+
+
+def _why_none(request: TrialRequest, num_steps: int) -> str | None:
+    """Return why a call asks for no trial, in words."""
+    if request.step != "auto":
+        return f"--step {request.step}"
+    if request.sets_step:
+        return "the plan file sets it"
+    if request.covered:
+        return "the certificate covers one plan"
+    return f"{num_steps} steps are too few for a trial" if is_too_short(num_steps) else None
 
 
 def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTrial:
@@ -179,9 +193,10 @@ def _new_trial(engine: Engine, request: TrialRequest, key: TrialKey) -> StepTria
 def _facts(engine: Engine, description: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the time of a step depends on."""
     plan, device = engine.plan, engine.mesh.device
-    data = engine.job.train_data
-    batch = small_batch(data.source, data.collate, data.bad_samples)
-    shapes = [(list(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors_in(batch) if isinstance(leaf, Tensor)]
+    data, shapes = engine.job.train_data, list[Any]()
+    with generators_kept(), contextlib.suppress(Exception):  # a step reports any error
+        batch = small_batch(data.source, data.collate, data.bad_samples)
+        shapes = [(list(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors_in(batch) if isinstance(leaf, Tensor)]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     job = {name: value for name, value in engine.job.describe().items() if name not in ("seed", "length", "shuffle")}
     document = plan.to_mapping()
