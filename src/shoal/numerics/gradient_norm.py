@@ -80,9 +80,8 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
         return None
     if set(map(_layout, gradients)) != {torch.strided}:
         gradients = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
-    if device_reads.waits(gradients[0].device) and {(g.dtype, g.numel() > 0) for g in gradients} == _FOR_MANY:
-        norms = torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float64))
-        norm: Tensor = torch.linalg.vector_norm(norms)
+    if _is_for_one_kernel(gradients):
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norm_parts(gradients)))
         return norm
     large, small = _by_size(tuple(map(Tensor.numel, gradients)))
     pieces: list[Tensor] = []  # few elements, with the same norm as the gradients
@@ -95,6 +94,18 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
     flat = torch._C._nn.flatten_dense_tensors(pieces)
     norm = torch.linalg.vector_norm(as_real(flat).flatten() if flat.is_complex() else flat, dtype=torch.float64)
     return norm
+
+
+def norm_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers, float64 [], with the same norm as the gradients: on a GPU the norm of each one."""
+    if gradients and _is_for_one_kernel(gradients):
+        return list(torch._foreach_norm(list(gradients), dtype=torch.float64))
+    norm = norm_tensor(gradients)
+    return [] if norm is None else [norm]
+
+
+def _is_for_one_kernel(gradients: Sequence[Tensor]) -> bool:
+    return device_reads.waits(gradients[0].device) and {(g.dtype, g.numel() > 0) for g in gradients} == _FOR_MANY
 
 
 @functools.lru_cache(maxsize=64)

@@ -257,10 +257,11 @@ class QueuedSums:
     rows: Tensor | None
     fails: bool = True
 
-    def packed(self, bad: Tensor, norm: Tensor) -> Tensor:
-        """Return one float64 vector for a single read: `bad`, `norm`, failures, sums, and any rows."""
-        parts = [bad.reshape(1), norm.reshape(1), self.failures, self.sums]
+    def packed(self, bad: Tensor, norms: Sequence[Tensor]) -> Tensor:
+        """Return one float64 vector for a single read: `bad`, failures, sums, any rows, and `norms`."""
+        parts = [bad.reshape(1), self.failures, self.sums]
         parts += [self.rows.flatten()] if self.rows is not None else []
+        parts += [norm.reshape(1) for norm in norms]
         return torch.cat([part.double() for part in parts])
 
 

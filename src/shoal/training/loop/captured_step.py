@@ -237,10 +237,10 @@ class StepGraph:
         queued = passes.queue(flags, NO_ROW)
         rates = narrow[1:].unbind() if parts.job.schedule is not None else None
         step = functools.partial(parts.updater.stepper.queue_step, rates=rates, captures=True)
-        norm = parts.updater.queue(queued, self._masked, self._others[0], step)
+        norms = parts.updater.queue(queued, self._masked, self._others[0], step)
         if parts.buffers.names:
             parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), self._masked == 0)
-        return queued.packed(self._masked, norm), self._masked, queued.sums, queued.failures
+        return queued.packed(self._masked, norms), self._masked, queued.sums, queued.failures
 
     def _sums(self, place: int, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
         """Return the terms that `microbatch_sums` returns, from the numbers that were filled in."""

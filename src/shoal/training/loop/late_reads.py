@@ -181,10 +181,10 @@ class LateReads:
             parts.clock.mark("optimizer")
             parts.updater.num_begun += 1
             bad = torch.zeros((), device=self._mesh.device) if masked is None else masked
-            norm = parts.updater.queue(sums, bad, factor, parts.updater.stepper.queue_step)
+            norms = parts.updater.queue(sums, bad, factor, parts.updater.stepper.queue_step)
             if parts.buffers.names:
                 parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), bad == 0)
-            numbers = sums.packed(bad, norm)
+            numbers = sums.packed(bad, norms)
             masks_next = bad if sums.rows is None else bad.maximum(interrupts(sums.rows).float())
             launched = LaunchedStep(step, masks_next, numbers)
         else:
@@ -218,11 +218,13 @@ class LateReads:
         The agreement on the next step is None on one rank. It also completes the record that its rows measure.
         """
         numbers = flight.reading.numbers()
-        (bad, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
+        bad, *failures = numbers[: 1 + _NUM_FAILURES].tolist()
         if bad:
             return Flags(int(failures[0]), int(failures[1]))
         self._pause = 1
-        values, rows = np.split(numbers[2 + _NUM_FAILURES :], [flight.step.sums.sums.numel()])
+        table = flight.step.sums.rows
+        ends = np.cumsum([1 + _NUM_FAILURES, flight.step.sums.sums.numel(), 0 if table is None else table.numel()])
+        _, values, rows, norms = np.split(numbers, ends)
         agreement = None
         if self._mesh.world_size > 1:
             agreement = flight.agreed or from_rows(rows.reshape(self._mesh.world_size, -1))
@@ -231,7 +233,11 @@ class LateReads:
             if waiting and waiting[0].step == flight.measured:
                 self._records.write(agreement)
         sums = StepSums(values, Flags())
-        return sums, self._parts.updater.queued(sums.weight, flight.scale, norm, flight.rate), agreement
+        return (
+            sums,
+            self._parts.updater.queued(sums.weight, flight.scale, float(np.linalg.norm(norms)), flight.rate),
+            agreement,
+        )
 
     def close(self) -> None:
         """Free the captured step, which may use the process group."""

@@ -36,6 +36,7 @@ from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.gradient_norm import (
     clip_values,
     global_norm,
+    norm_parts,
     norm_tensor,
     rounded,
     rounded_tensor,
@@ -653,8 +654,10 @@ class Updater:
         """True if `queue` supports the parameters that have gradients on this rank now."""
         return self._judged and self.stepper.queues and not self._hooks.by_name
 
-    def queue(self, sums: QueuedSums, bad: Tensor, factor: float | Tensor, step: Callable[[Tensor], None]) -> Tensor:
-        """Queue the work of `step` on the device without a wait, and return the division's `queued_norm`.
+    def queue(
+        self, sums: QueuedSums, bad: Tensor, factor: float | Tensor, step: Callable[[Tensor], None]
+    ) -> list[Tensor]:
+        """Queue the work of `step` on the device without a wait. Return numbers with the norm of the summed gradients.
 
         torch's kernel for loss scales multiplies the gradients and looks for numbers that are not finite: among them,
         and among numbers that are finite only in a step that `step` would not skip.
@@ -669,7 +672,11 @@ class Updater:
         Collective: as `queued_norm` and `update` of the division.
         """
         gradients, counted = self._gradients()
-        summed_norm = self._division.queued_norm(norm_tensor(counted))
+        divided, clip_norm = self._sharded_model.divided, self._job.clip_norm
+        if divided or clip_norm is not None:
+            norms = [self._division.queued_norm(norm_tensor(counted))]
+        else:  # the host adds them up
+            norms = norm_parts(counted)
         total, weight = sums.sums[TOTAL], sums.sums[WEIGHT]
         check, scale = bad.new_empty(2).unbind()
         torch.mul(total, weight.rsqrt(), out=check)  # the root of a weight of 0 or below is not finite
@@ -677,20 +684,20 @@ class Updater:
         checks = [check]
         if sums.fails:
             checks.append((1.0 - sums.failures).log().float())
-        if self._sharded_model.divided:  # gradients of other ranks
-            checks.append(summed_norm.float())
-        if self._job.clip_norm is not None:
+        if divided:  # gradients of other ranks
+            checks.append(norms[0].float())
+        if clip_norm is not None:
             wide = (weight * factor).reciprocal()
-            norm = rounded_tensor(summed_norm) * wide.abs()
-            scale = wide * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+            norm = rounded_tensor(norms[0]) * wide.abs()
+            scale = wide * (torch.full_like(norm, clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
             scale = scale.float()
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients, *checks], bad, scale)
         clip_values(gradients, self._job.clip_value)
         self._division.update(lambda: step(bad), queued=True)
-        return summed_norm
+        return norms
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
-        """Return the result of a good queued update. `norm`: the division's `queued_norm`."""
+        """Return the result of a good queued update. `norm`: of the summed gradients."""
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 
