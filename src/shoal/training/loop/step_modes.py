@@ -152,7 +152,8 @@ class StepModes:
         trial = self._run.trial
         chosen = trial.chosen or trial.best
         said = {name: asdict(verdict) for name, verdict in trial.verdicts.items()}
-        reason = self._run.source or "the fastest of those that were tried"
+        is_compared = any(verdict.seconds is not None for verdict in trial.verdicts.values())
+        reason = self._run.source or ("the fastest of those that were tried" if is_compared else "no candidate pays")
         if trial.chosen is None:
             reason = "the run ended before the trial did"
         turns = [asdict(turn) for turn in trial.turns]
