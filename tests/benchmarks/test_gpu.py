@@ -71,6 +71,7 @@ def test_the_models_have_their_sizes() -> None:
 
 
 @SLOW
+@pytest.mark.timeout(600)
 def test_a_loop_beside_its_peers_in_tiny_and_the_kernels_of_the_worst(tmp_path: Path) -> None:
     names = ["lenet, by hand", "lenet", "kernels of the worst", "ranks over nccl"]
     assert main(["--dry", "--commit", "abc", "--out", str(tmp_path), "--parts", *names]) == 0
