@@ -88,7 +88,7 @@ def ideal(computer: DeviceModel, operation: Operation) -> float:
         num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
         best = _best(device.memory)
         return num_bytes / (device.memory_bytes_per_second * min(best, device.operators.get(operation.name, best)))
-    dtype = computer.dtype(operation.dtype)
+    dtype = computer.dtype(operation.dtype, operation.kind)
     peak = device.flops[dtype]
     if operation.kind is OperationKind.ATTENTION:  # exact on a GPU for fixed sizes
         if (curve := computer.attention_lengths(operation.phase)) is not None:
