@@ -20,6 +20,7 @@ from shoal.jobs.secret_settings import command_without_secrets
 from shoal.jobs.settings import setting_text, written
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.lessons import learn_from
+from shoal.planner.calibrate.processes import record
 from shoal.planner.search.search import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
@@ -162,7 +163,13 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
         space = replace(case.case.space, data_only=data_only)
         case = replace(case, case=replace(case.case, space=space, watch=progress.step))
         progress.enter("searching")
-        return answer(case, aim, name, hours, time.perf_counter)
+        found = answer(case, aim, name, hours, time.perf_counter)
+    is_file = isinstance(options.job, str) and not name.startswith("hf:")
+    if is_file and options.cluster == "here" and found.question.case.cluster.device.kind == "cpu":
+        best = ((point.devices, point.best) for point in found.curve.points if point.best is not None)
+        by_data = {n: one.seconds for n, one in best if one.plan.layout.data == n}  # as `--devices N` divides a job
+        record(parse_target(str(options.job), options.set, options.config), options.precision, by_data)
+    return found
 
 
 def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:

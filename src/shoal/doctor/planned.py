@@ -13,11 +13,11 @@ from shoal.doctor.run_times import RunTimes
 from shoal.doctor.trial import changed_plan
 from shoal.errors import HardwareError, PlanError
 from shoal.hardware.values import Cluster
-from shoal.planner.answer.outlook import Case, in_mode, mode
+from shoal.planner.answer.outlook import Case, in_mode, mode, unaligned_products
 from shoal.planner.calibrate.comparison import MeasuredStep, beside, section
 from shoal.planner.calibrate.lessons import Correction, learn, observation
 from shoal.planner.predict.workload import Prediction
-from shoal.planner.search.search import Aim, choose
+from shoal.planner.search.search import Aim, Candidate, choose
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge
 
@@ -136,6 +136,17 @@ class PlannedRun:
         remedy = Remedy("cuda-graph", words, gain, {"execution": {"cuda_graph": True}}, planned=gain)
         return LostTime("launches", "a GPU that waits for its host", gain * self.times.total, gain, seen, (remedy,))
 
+    def vocabulary(self) -> LostTime | None:
+        """Return 16-bit products on a GPU that rows of no multiple of 16 bytes slow down as a cause, or None."""
+        case = self.case if self.case.cluster.device.kind == "gpu" else None
+        products = case and unaligned_products(case, Candidate(self.plan, self.predicted(self.plan)))
+        if not products:
+            return None
+        gain = self._of_training(products.aligned_seconds)
+        words = f"a model with {products.padded} in place of {products.lengths} numbers, which changes the model"
+        remedy = Remedy("padding", words, gain, planned=gain)
+        return LostTime("rows", "products with unaligned rows", gain * self.times.total, gain, str(products), (remedy,))
+
 
 def _predicted(case: Case, plan: Plan) -> Prediction:
     """Return the prediction for a complete plan."""
@@ -213,5 +224,9 @@ def with_planner(losses: Sequence[LostTime], planned: PlannedRun) -> tuple[LostT
         replace(loss, remedies=tuple(replace(remedy, planned=planned.gain(remedy)) for remedy in loss.remedies))
         for loss in losses
     ]
-    causes += [loss for loss in (planned.memory(), planned.launches()) if loss is not None and loss.is_worth_telling]
+    causes += [
+        loss
+        for loss in (planned.memory(), planned.launches(), planned.vocabulary())
+        if loss is not None and loss.is_worth_telling
+    ]
     return tuple(sorted(causes, key=lambda loss: -loss.regained))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.jobs.slowed import job
 from tests.unit.doctor.test_causes import run
+from tests.unit.planner.models import transformer
 
 from shoal.doctor.causes import LostTime, Remedy
 from shoal.doctor.planned import PlannedRun, base_of, planned_run, with_planner
@@ -16,6 +17,7 @@ from shoal.hardware.values import Cluster, Curve, Device, Link
 from shoal.planner.answer import answer
 from shoal.planner.answer.answer import question
 from shoal.planner.calibrate.comparison import MeasuredStep
+from shoal.planner.predict.workload import Workload
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 
@@ -134,6 +136,23 @@ def test_a_gpu_that_waits_for_its_host_is_given_a_graph(asked: PlannedRun) -> No
     slow = replace(quick, dispatch_seconds=1e-9, flops={"float32": 1e6})
     assert replace(alone, case=replace(alone.case, cluster=replace(one, device=slow))).launches() is None
     assert asked.launches() is None
+
+
+def test_a_vocabulary_that_tensor_cores_read_slowly_is_named_with_the_next_multiple(asked: PlannedRun) -> None:
+    device = Device("tiled", "gpu", 10**10, 1e12, {"float32": 1e13, "bfloat16": 1e14}, unaligned=0.1)
+    profile = transformer(layers=2, width=512, ffn=2048, vocabulary=50_257, positions=256, heads=8)
+    base = Plan().with_sections(precision={"compute": "bfloat16"})
+    work = Workload(profile, 8, 8)
+    case = replace(asked.plain, work=work, cluster=Cluster("one GPU", device, 1))
+    case = replace(case, space=replace(case.space, base=base))
+    found = replace(asked, case=case, plan=complete(base, 8, 8)).vocabulary()
+    assert found is not None
+    assert "50,304 in place of 50,257" in found.remedies[0].words
+    assert 0.1 < found.remedies[0].gain < 1.0
+    compiled = case.space.base.with_sections(execution={"compile": "default"})
+    padded = replace(case, space=replace(case.space, base=compiled))
+    assert replace(asked, case=padded, plan=complete(compiled, 8, 8)).vocabulary() is None, "Inductor pads by itself"
+    assert asked.vocabulary() is None
 
 
 def test_nothing_is_predicted_of_servers(asked: PlannedRun) -> None:

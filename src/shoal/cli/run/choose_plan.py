@@ -199,7 +199,14 @@ def ask_planner(
             target = _target(options)
             name = f"{target.target}:{target.function or 'job'}"
             cluster, precision = options.cluster or "here", options.precision
-            wanted = PlanOptions(job=name, cluster=cluster, max_devices=most, precision=precision)
+            wanted = PlanOptions(
+                job=name,
+                cluster=cluster,
+                max_devices=most,
+                precision=precision,
+                set=options.set,
+                config=options.config,
+            )
             with inside_run(os.environ):
                 answer = answered(wanted, (load(target).job, name), data_only=options.devices == AUTO)
         except (Exception, SystemExit) as caught:

@@ -15,7 +15,7 @@ from shoal.errors import folded, terminal_width
 from shoal.hardware.detect import cores
 from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import as_line
-from shoal.plans.plan import described
+from shoal.plans.plan import Plan, described
 from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
@@ -24,6 +24,7 @@ from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
 from shoal.training.setup.engine import Engine
 
+_AMPERE = 8  # first compute capability with TF32 and bfloat16
 _BAR, _LEAST_BAR = 20, 5  # characters
 
 
@@ -211,6 +212,9 @@ def introduce(
         reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
+    is_asked = plan.precision.compute != "float32" or request.origin("precision") is Origin.OPTION
+    if device == "cuda" and not is_asked and (line := tensor_cores(plan)):
+        reporter.note(f"  tensor      {line}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
     reporter.note(
         f"  data        {samples}, {several(plan.data.workers, 'worker process')} a rank; "
@@ -234,6 +238,25 @@ def introduce(
             f"  length      nothing is left to do: the run was told to end after step {request.course.steps}; "
             f"--steps {engine.order.num_steps} goes on to the job's own end"
         )
+
+
+def tensor_cores(plan: Plan) -> str:
+    """Return a line on what TF32 and bfloat16 would bring to a float32 run on this GPU, or "" if it has neither."""
+    if torch.cuda.get_device_capability()[0] < _AMPERE:
+        return ""
+    step, others = plan.prediction.get("step_seconds"), plan.prediction.get("precisions", {})
+
+    def gain(name: str) -> str:
+        return f" ({step / others[name] - 1:+.0%} samples a second, as predicted)" if others.get(name) else ""
+
+    ways = [f"--precision bf16{gain('bf16')}"]
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        ways.insert(0, f'torch.backends.cuda.matmul.fp32_precision = "tf32" in the job{gain("tf32")}')
+    is_fast = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    matmuls = (
+        f"{'convolutions are TF32, as torch sets them; ' if is_fast else ''}tensor cores would compute matmuls with "
+    )
+    return f"{matmuls}{' or '.join(ways)}, which changes numbers{'' if others else '; shoal plan predicts the gain'}"
 
 
 def _longer(loaded: LoadedJob) -> str:

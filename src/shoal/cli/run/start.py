@@ -31,6 +31,7 @@ from shoal.launch.supervise.child import Child, OutputRelay, in_child, no_answer
 from shoal.launch.supervise.fork_server import ForkServer
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
+from shoal.planner.calibrate.processes import faster
 from shoal.plans import Plan
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
@@ -320,6 +321,12 @@ def run(options: RunOptions) -> int:
         if environment is not None and environment.num_to_start and environment.num_hosts == 1:
             request, environment = request.with_devices(environment.num_to_start, Origin.OPTION), None
         if environment is None:
+            if (
+                request.origin("layout") is Origin.DEFAULT
+                and request.what.plan.num_processes == 1
+                and not visible_gpus()
+            ):
+                note_processes(request, options.precision)
             return _run_here(request)
         if environment.num_to_start:
             return started_on_host(options, request, environment)
@@ -328,6 +335,18 @@ def run(options: RunOptions) -> int:
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
         return _train(request, environment, signals, unprepared=True)
+
+
+def note_processes(request: RunRequest, precision: str | None) -> None:
+    """Print a note if this machine's planner expects more of several processes than of the one of this run."""
+    pays = faster(request.what.job, precision)
+    if pays is not None and pays[0] <= cores():
+        number, ratio = pays
+        each = cores() // number
+        say_note(
+            f"{number} processes of {each} thread{'s' if each > 1 else ''} are predicted to be {ratio - 1:.0%} faster "
+            f"than this run's one process: write --devices {number}"
+        )
 
 
 def _run_here(request: RunRequest) -> int:

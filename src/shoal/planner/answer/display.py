@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -18,10 +18,11 @@ from shoal.planner.answer.outlook import (
     STORAGE_BYTES_PER_SECOND,
     SearchResult,
     mode,
+    operators,
+    unaligned_products,
 )
-from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
-from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, Share, error_bar, likeness, of_device
-from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
+from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
+from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
 from shoal.plans.plan import described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
@@ -67,8 +68,6 @@ MEMORY_BOUND = "operators that move memory"
 BELOW_PEAK = "products and attention below the peak"
 _LISTED = 0.015  # smallest share of a step that is listed next to the share of the peak
 _SHORT = 0.01  # expected number of failures below which a job's failures are not worth a table
-_WORTH = 0.03  # smallest share of a step that justifies advice to pad, which changes the model
-_NAMED = 0.1  # rows whose products take less than this share of all unaligned ones are not named
 _NUM_REJECTED = 8
 
 
@@ -356,7 +355,7 @@ def published(answer: SearchResult) -> str:
 def hints(answer: SearchResult) -> list[str]:
     """Return changes of the job that would use more of the cluster or of its devices."""
     case, chosen = answer.question.case, answer.chosen
-    unaligned = unaligned_products(answer)
+    unaligned = unaligned_products(case, chosen)
     lines = [str(unaligned)] if unaligned is not None else []
     if answer.finer is not None:  # the grains come first and are reported elsewhere
         return lines
@@ -393,19 +392,6 @@ def hints(answer: SearchResult) -> list[str]:
 # ------------------------------------------------------------------------------- utilisation of the device's peak
 
 
-def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, Share, int]]]:
-    """Return the device model and, for each operator, a rank's share of it and its count in the whole model."""
-    case, plan = answer.question.case, answer.chosen.plan
-    predictor = case.predictor
-    ranks = predictor.staging.ranks(plan)
-    computer, share = ranks.costs.computer, ranks.share
-    result: list[tuple[Operation, Share, int]] = []
-    for body, count in Counter(unit.body for unit in case.work.profile.units).items():
-        of_body = share.of(body, predictor.program.divides_ends)
-        result += [(operation, of_body, count) for operation in computer.operations(body)]
-    return computer, result
-
-
 def lost_shares(answer: SearchResult) -> dict[str, float]:
     """Return the shares of a step by cause, the largest first; with the share of the peak they sum to 1.
 
@@ -416,7 +402,7 @@ def lost_shares(answer: SearchResult) -> dict[str, float]:
         return {}
     shares = {name: spent / prediction.step_seconds for name, spent in prediction.terms.items()}
     computing = shares.pop("compute")
-    computer, every = operators(answer)
+    computer, every = operators(answer.question.case, answer.chosen.plan)
     total: dict[OperationKind, float] = defaultdict(float)
     for operation, share, count in every:
         total[operation.kind] += count * computer.operation(operation, share).seconds
@@ -425,63 +411,6 @@ def lost_shares(answer: SearchResult) -> dict[str, float]:
     shares[MEMORY_BOUND] = min(moving, computing - prediction.mfu)
     shares[BELOW_PEAK] = computing - prediction.mfu - shares[MEMORY_BOUND]
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-@dataclass(frozen=True)
-class UnalignedProducts:
-    """Products that unaligned rows slow down in the chosen plan: their rows, slowest first, and seconds per step.
-
-    `product_seconds`: time of these products. `aligned_seconds`: time of the step with padded rows.
-    `rate`: their speed relative to aligned products. `source`: origin of the rate.
-    """
-
-    rows: tuple[MatrixRow, ...]
-    product_seconds: float
-    step_seconds: float
-    aligned_seconds: float
-    rate: float
-    source: str
-
-    def __str__(self) -> str:
-        on_ranks = " on each rank" if any(row.ranks > 1 for row in self.rows) else ""
-        lengths = " and ".join(f"{row.length:,}" for row in self.rows)
-        padded = " and ".join(f"{row.padded:,}" for row in self.rows)
-        return (
-            f"Products with rows of {lengths} numbers, no multiple of {ALIGNED}{on_ranks}, take "
-            f"{seconds(self.product_seconds)} of a step: they run at {self.rate:.2g} of the rate of others "
-            f"({self.source}). Padded to {padded} a step would take {seconds(self.aligned_seconds)} instead of "
-            f"{seconds(self.step_seconds)}; that changes the model."
-        )
-
-
-def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
-    """Return the matrix products with rows that do not start at multiples of 16 bytes; None if they cost under 3 %.
-
-    The chosen plan's step is compared with its step on a device on which padding makes no difference.
-    """
-    case, chosen = answer.question.case, answer.chosen
-    device = case.cluster.device
-    if device.unaligned >= 1.0:
-        return None
-    computer, every = operators(answer)
-    total, of_rows = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)  # device seconds over the whole model
-    for operation, share, count in every:
-        spent = count * computer.operation(operation, share).device
-        total += spent
-        if computer.is_unaligned(operation, share):
-            of_rows[unaligned_rows(operation, share)] += spent
-    if not of_rows:
-        return None
-    cluster = replace(case.cluster, device=replace(device, unaligned=1.0))
-    aligned_seconds = replace(case, cluster=cluster).search().bounds.predict(chosen.plan).step_seconds
-    if chosen.seconds - aligned_seconds <= _WORTH * chosen.seconds:
-        return None
-    shares = {rows: spent / total for rows, spent in of_rows.items()}
-    whole, most_first = sum(shares.values()), sorted(shares, key=lambda rows: -shares[rows])
-    named = dict.fromkeys(row for rows in most_first if shares[rows] >= _NAMED * whole for row in rows)
-    source = device.sources.get("unaligned", "no source is given")
-    products = whole * chosen.prediction.terms["compute"]
-    return UnalignedProducts(tuple(named), products, chosen.seconds, aligned_seconds, device.unaligned, source)
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

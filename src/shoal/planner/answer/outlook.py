@@ -8,6 +8,7 @@ checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, expm1, isinf, sqrt
@@ -18,9 +19,11 @@ from shoal.errors import PlanError
 from shoal.hardware.values import Cluster
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.calibrate.lessons import Correction
+from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
 from shoal.planner.predict.lower_bounds import costs_of
 from shoal.planner.predict.step_time import Predictor
-from shoal.planner.predict.workload import Program, Workload
+from shoal.planner.predict.workload import Program, Share, Workload
+from shoal.planner.profile.values import ALIGNED, Operation
 from shoal.planner.search.search import (
     TIE,
     Aim,
@@ -38,6 +41,7 @@ from shoal.planner.search.search import (
 from shoal.planner.search.space import Illegal, Space, recomputes
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan, described, plan_text
+from shoal.report.quantities import seconds
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 
@@ -52,6 +56,7 @@ MODES: dict[str, tuple[dict[str, Any], str]] = {
     "compiled": ({"cuda_graph": False, "compile": "default"}, 'execution.compile = "default"'),
     "compiled-graph": ({"cuda_graph": True, "compile": "default"}, "execution.cuda_graph and execution.compile"),
 }
+TF32 = 'matmuls in TF32 (torch.backends.cuda.matmul.fp32_precision = "tf32"), which changes the run'
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
@@ -237,6 +242,8 @@ def sensitivity(
         precision, other = precise
         plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
         changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
+        if "tf32" in case.cluster.device.flops and not case.own_program.fast_float32:
+            changes.append(predicted(replace(case, program=replace(case.own_program, fast_float32=True)), TF32))
     modes = ((in_mode(case, chosen.plan, name), words) for name, (_, words) in MODES.items())
     optional = [predicted(other, words) for other, words in modes if other is not None]
     for kind in recomputes(case.space.base):
@@ -282,6 +289,88 @@ def in_mode(case: Case, plan: Plan, name: str) -> Case | None:
     if case.cluster.device.kind != "gpu" or mode(plan) == name or conflicts(other, case.space.facts):
         return None
     return replace(case, space=replace(case.space, base=case.space.base.with_sections(execution=keys)))
+
+
+# ----------------------------------------------------------------------------------------------- unaligned products
+
+_WORTH = 0.03  # smallest share of a step that justifies advice to pad, which changes the model
+_NAMED = 0.1  # rows whose products take less than this share of all unaligned ones are not named
+
+
+def operators(case: Case, plan: Plan) -> tuple[DeviceModel, list[tuple[Operation, Share, int]]]:
+    """Return the device model and, for each operator, a rank's share of it and its count in the whole model."""
+    predictor = case.predictor
+    ranks = predictor.staging.ranks(plan)
+    computer, share = ranks.costs.computer, ranks.share
+    result: list[tuple[Operation, Share, int]] = []
+    for body, count in Counter(unit.body for unit in case.work.profile.units).items():
+        of_body = share.of(body, predictor.program.divides_ends)
+        result += [(operation, of_body, count) for operation in computer.operations(body)]
+    return computer, result
+
+
+@dataclass(frozen=True)
+class UnalignedProducts:
+    """Products that unaligned rows slow down in the chosen plan: their rows, slowest first, and seconds per step.
+
+    `product_seconds`: time of these products. `aligned_seconds`: time of the step with padded rows.
+    `rate`: their speed relative to aligned products. `source`: origin of the rate.
+    """
+
+    rows: tuple[MatrixRow, ...]
+    product_seconds: float
+    step_seconds: float
+    aligned_seconds: float
+    rate: float
+    source: str
+
+    @property
+    def lengths(self) -> str:
+        """The rows' numbers of elements."""
+        return " and ".join(f"{row.length:,}" for row in self.rows)
+
+    @property
+    def padded(self) -> str:
+        """The numbers of elements to pad the rows to."""
+        return " and ".join(f"{row.padded:,}" for row in self.rows)
+
+    def __str__(self) -> str:
+        on_ranks = " on each rank" if any(row.ranks > 1 for row in self.rows) else ""
+        return (
+            f"Products with rows of {self.lengths} numbers, no multiple of {ALIGNED}{on_ranks}, take "
+            f"{seconds(self.product_seconds)} of a step: they run at {self.rate:.2g} of the rate of others "
+            f"({self.source}). Padded to {self.padded} a step would take {seconds(self.aligned_seconds)} instead of "
+            f"{seconds(self.step_seconds)}; that changes the model."
+        )
+
+
+def unaligned_products(case: Case, chosen: Candidate) -> UnalignedProducts | None:
+    """Return the matrix products with rows that do not start at multiples of 16 bytes; None if they cost under 3 %.
+
+    The plan's step is compared with its step on a device on which padding makes no difference.
+    """
+    device = case.cluster.device
+    if device.unaligned >= 1.0:
+        return None
+    computer, every = operators(case, chosen.plan)
+    total, of_rows = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)  # device seconds over the whole model
+    for operation, share, count in every:
+        spent = count * computer.operation(operation, share).device
+        total += spent
+        if computer.is_unaligned(operation, share):
+            of_rows[unaligned_rows(operation, share)] += spent
+    if not of_rows:
+        return None
+    cluster = replace(case.cluster, device=replace(device, unaligned=1.0))
+    aligned_seconds = replace(case, cluster=cluster).search().bounds.predict(chosen.plan).step_seconds
+    if chosen.seconds - aligned_seconds <= _WORTH * chosen.seconds:
+        return None
+    shares = {rows: spent / total for rows, spent in of_rows.items()}
+    whole, most_first = sum(shares.values()), sorted(shares, key=lambda rows: -shares[rows])
+    named = dict.fromkeys(row for rows in most_first if shares[rows] >= _NAMED * whole for row in rows)
+    source = device.sources.get("unaligned", "no source is given")
+    products = whole * chosen.prediction.terms["compute"]
+    return UnalignedProducts(tuple(named), products, chosen.seconds, aligned_seconds, device.unaligned, source)
 
 
 # ----------------------------------------------------------------------------------------------------- failures
@@ -524,6 +613,9 @@ class SearchResult:
             about["peak_dtype"], about["peak_flops"] = self.peak
         if case.cluster.device.kind == "gpu":
             about |= {"mode": mode(chosen.plan), "modes": self.modes}
+            words = {TF32: "tf32", **{f"--precision {name}, which changes the run": name for name in ("bf16", "fp16")}}
+            others = ((words[c.what], c.seconds) for c in self.changes if c.what in words)
+            about["precisions"] = {name: step for name, step in others if step is not None}
         about |= {"price_per_hour": self.price} if self.price is not None else {}
         about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
         document = chosen.plan.to_mapping()

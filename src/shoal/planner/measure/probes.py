@@ -285,7 +285,8 @@ def _as(dtype: str, device: torch.device, call: Call) -> Call:
             return call
 
         def switched() -> Any:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+            for one in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # type: ignore[attr-defined]
+                one.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
             return call()
 
         return switched

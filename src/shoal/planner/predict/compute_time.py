@@ -28,6 +28,9 @@ _TILES: Final = (
 )
 # Steps of k, at the half-precision rate, that a tile spends on filling and draining its pipeline.
 K_FILL: Final = 96
+# Fewest numbers of a row that is padded to a multiple of `TILE`, as vocabularies usually are.
+VOCABULARY: Final = 1024
+TILE: Final = 64
 _SPLITS: Final = (1, 2, 4, 8, 16)
 # A layer's input and its output's gradient are operands of two products each and are cast once for both. The cast reads
 # 16 bits per element and writes 8, plain and transposed (Transformer Engine). The cast of weights, once per step, is
@@ -87,8 +90,8 @@ class MatrixRow(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """The next length that is aligned on every rank."""
-        step = ALIGNED * self.ranks
+        """The next length that is aligned on every rank, of a vocabulary also with whole tiles of a product."""
+        step = (TILE if self.length >= VOCABULARY else ALIGNED) * self.ranks
         return -(-self.length // step) * step
 
 

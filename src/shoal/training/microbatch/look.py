@@ -69,11 +69,14 @@ class LookSums:
         """Open a context without trace, warnings and TF32, CUDA's default in convolutions, which is too coarse here."""
         computer, began = self._computer, time.perf_counter()
         cuda = computer.precision.device.type == "cuda"
-        rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
+        cudnn: Any = torch.backends.cudnn
+        switches = [cudnn.conv, cudnn.rnn] if cuda else []
+        before = [one.fp32_precision for one in switches]
+        for one in switches:
+            one.fp32_precision = "ieee"
         try:
             # The step repeats the model's warnings.
             with (
-                rounding,
                 computer.regions.disabled(),
                 self._computer.no_trace() as no_trace,
                 warnings.catch_warnings(),
@@ -83,6 +86,8 @@ class LookSums:
                 no_trace.restore()
                 refuse_unrestored(no_trace)
         finally:
+            for one, precision in zip(switches, before, strict=True):
+                one.fp32_precision = precision
             computer.look_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.run.console import Reporter, conclude, introduce
+from shoal.cli.run.console import Reporter, conclude, introduce, tensor_cores
 from shoal.jobs.job_file import JobRequest
 from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
@@ -95,3 +95,21 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
     conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)
     assert lines[-1].startswith(last)
     assert "share nan  (8 samples evaluated)" in lines[0]
+
+
+def test_a_float32_run_on_a_gpu_says_what_tensor_cores_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In numbers where the planner knows them; nothing on a GPU without TF32, and no advice that is followed."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: tuple(capability))
+    unknown = tensor_cores(Plan())
+    assert "convolutions are TF32" in unknown
+    assert "shoal plan predicts the gain" in unknown
+    predicted = Plan().model_copy(
+        update={"prediction": {"step_seconds": 2.0, "precisions": {"bf16": 1.0, "tf32": 1.6}}}
+    )
+    assert '"tf32" in the job (+25% samples a second' in tensor_cores(predicted)
+    assert "--precision bf16 (+100% samples a second" in tensor_cores(predicted)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert "in the job" not in tensor_cores(predicted)
+    capability[0] = 7
+    assert tensor_cores(predicted) == ""

@@ -8,8 +8,16 @@ import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
-from shoal.planner.answer.display import hints, unaligned_products
-from shoal.planner.answer.outlook import Case, Change, Question, ScalingCurve, SearchResult
+from shoal.planner.answer.display import hints
+from shoal.planner.answer.outlook import (
+    Case,
+    Change,
+    Question,
+    ScalingCurve,
+    SearchResult,
+    UnalignedProducts,
+    unaligned_products,
+)
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.values import OperationKind
@@ -94,6 +102,10 @@ def test_an_answer_whose_products_are_narrow_says_nothing_of_them(whole: SearchR
     assert hints(whole) == []  # in float32 by choice
 
 
+def unaligned(of: SearchResult) -> UnalignedProducts | None:
+    return unaligned_products(of.question.case, of.chosen)
+
+
 def with_vocabulary(vocabulary: int, unaligned: float = 0.25) -> SearchResult:
     """A decoder whose output layer is much of it, on two GPUs that are slow at what is not aligned."""
     profile = transformer(layers=2, width=512, ffn=2048, vocabulary=vocabulary, positions=1024, heads=8)
@@ -107,9 +119,9 @@ def with_vocabulary(vocabulary: int, unaligned: float = 0.25) -> SearchResult:
 
 def test_an_answer_says_first_what_unaligned_products_cost_and_what_padding_brings() -> None:
     found, padded = with_vocabulary(50_257), with_vocabulary(50_264)
-    products = unaligned_products(found)
+    products = unaligned(found)
     assert products is not None
-    assert [(row.length, row.padded) for row in products.rows] == [(50_257, 50_264)]
+    assert [(row.length, row.padded) for row in products.rows] == [(50_257, 50_304)]
     assert products.step_seconds == found.chosen.seconds
     assert products.aligned_seconds == pytest.approx(padded.chosen.seconds, rel=0.01)
     # They take four times what they would, and all of the difference is theirs.
@@ -117,15 +129,15 @@ def test_an_answer_says_first_what_unaligned_products_cost_and_what_padding_brin
     assert products.product_seconds == pytest.approx(lost / 0.75, rel=0.05)
     told = hints(replace(found, changes=(Change("--precision fp8", 1.0, "+10% samples a second"),)))
     assert told[0].startswith("Products with rows of 50,257 numbers, no multiple of 8, take ")
-    assert "Padded to 50,264 a step would take " in told[0]
+    assert "Padded to 50,304 a step would take " in told[0]
     assert "(measured)" in told[0]
     assert len(told) == 2
 
 
 def test_an_answer_is_silent_on_rows_that_cost_little() -> None:
-    assert unaligned_products(with_vocabulary(50_264)) is None
-    assert unaligned_products(with_vocabulary(50_257, unaligned=1.0)) is None
-    assert unaligned_products(with_vocabulary(101)) is None
+    assert unaligned(with_vocabulary(50_264)) is None
+    assert unaligned(with_vocabulary(50_257, unaligned=1.0)) is None
+    assert unaligned(with_vocabulary(101)) is None
 
 
 def test_what_a_tensor_axis_divides_is_padded_for_all_of_its_ranks() -> None:
@@ -133,7 +145,7 @@ def test_what_a_tensor_axis_divides_is_padded_for_all_of_its_ranks() -> None:
     plan = whole.chosen.plan.with_sections(layout={"data": 1, "tensor": 2})
     prediction = whole.question.case.predictor.predict(plan)
     found = replace(whole, choice=replace(whole.choice, chosen=Candidate(plan, prediction)))
-    products = unaligned_products(found)
+    products = unaligned(found)
     assert products is not None
-    assert [(row.length, row.padded) for row in products.rows] == [(50_264, 50_272)]
+    assert [(row.length, row.padded) for row in products.rows] == [(50_264, 50_304)]
     assert "no multiple of 8 on each rank" in str(products)

@@ -45,9 +45,9 @@ def test_rows_along_positions_follow_sequence_parallelism():
 
 
 def test_padding_serves_every_rank():
-    assert MatrixRow(50_257).padded == 50_264
-    assert MatrixRow(50_257, 4).padded == 50_272
-    assert MatrixRow(50_272, 4).padded == 50_272
+    assert MatrixRow(50_257).padded == MatrixRow(50_304).padded == 50_304
+    assert MatrixRow(50_257, 4).padded == 50_432
+    assert MatrixRow(769).padded == 776
     for ranks in range(1, 9):
         assert MatrixRow(MatrixRow(50_257, ranks).padded, ranks).is_aligned
 
