@@ -213,7 +213,7 @@ def introduce(
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     is_asked = plan.precision.compute != "float32" or request.origin("precision") is Origin.OPTION
-    if device == "cuda" and not is_asked and (line := tensor_cores(plan)):
+    if mesh.device.type == "cuda" and not is_asked and (line := tensor_cores(plan)):
         reporter.note(f"  tensor      {line}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
     reporter.note(

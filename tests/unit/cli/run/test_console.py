@@ -109,7 +109,11 @@ def test_a_float32_run_on_a_gpu_says_what_tensor_cores_would_bring(monkeypatch: 
     )
     assert '"tf32" in the job (+25% samples a second' in tensor_cores(predicted)
     assert "--precision bf16 (+100% samples a second" in tensor_cores(predicted)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert "in the job" not in tensor_cores(predicted)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert "in the job" not in tensor_cores(predicted)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     capability[0] = 7
     assert tensor_cores(predicted) == ""
