@@ -163,13 +163,13 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
         space = replace(case.case.space, data_only=data_only)
         case = replace(case, case=replace(case.case, space=space, watch=progress.step))
         progress.enter("searching")
-        found = answer(case, aim, name, hours, time.perf_counter)
+        result = answer(case, aim, name, hours, time.perf_counter)
     is_file = isinstance(options.job, str) and not name.startswith("hf:")
-    if is_file and options.cluster == "here" and found.question.case.cluster.device.kind == "cpu":
-        best = ((point.devices, point.best) for point in found.curve.points if point.best is not None)
+    if is_file and options.cluster == "here" and result.question.case.cluster.device.kind == "cpu":
+        best = ((point.devices, point.best) for point in result.curve.points if point.best is not None)
         by_data = {n: one.seconds for n, one in best if one.plan.layout.data == n}  # as `--devices N` divides a job
         record(parse_target(str(options.job), options.set, options.config), options.precision, by_data)
-    return found
+    return result
 
 
 def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:

@@ -41,9 +41,9 @@ def record(job: JobRequest, precision: str | None, seconds: Mapping[int, float])
     with contextlib.suppress(OSError):  # the prediction was printed; only later runs miss it
         key, known = key_of(job, precision), _known()
         known.pop(key, None)
-        kept = dict([*known.items()][1 - _MOST :])
+        newest = dict([*known.items()][1 - _MOST :])
         write_file(
-            processes_file(), json.dumps({**kept, key: {str(n): s for n, s in seconds.items()}}, indent=1) + "\n"
+            processes_file(), json.dumps({**newest, key: {str(n): s for n, s in seconds.items()}}, indent=1) + "\n"
         )
 
 
