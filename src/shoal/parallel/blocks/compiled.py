@@ -1,8 +1,9 @@
 """Compilation of a training step by torch.compile: the regions of a model, and the switch to eager steps.
 
 A region is one captured graph. Where nothing needs the borders of blocks, model and loss are one region. Batch
-statistics by grain are part of it, because torch captures once for each division into grains. Other operations that a
-GrainScope divides are cut out of the graph. They run unchanged, under the scope, between compiled parts.
+statistics by grain are part of it, because torch captures once for each division into grains. Random operations are
+part of it too: they draw by keys that the graph receives. Those without a form by hash are cut out of the graph. They
+run unchanged, under the GrainScope, between compiled parts.
 
 A backward is never part of a region: torch would skip the hooks on parameters without an error.
 See docs/decisions/0013-recompute-and-compile.md.
@@ -25,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.hardware.detect import cache_folder
 from shoal.numerics.batch_statistics import BATCH_NORM, normalised_at_once
-from shoal.numerics.grain_randomness import active_scope, belongs_to_grains
+from shoal.numerics.grain_randomness import NotFusibleError, active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
+from shoal.numerics.traced_draws import calls_by_keys, drawn_by_keys
 from shoal.parallel.blocks.recompute import recomputed
 from shoal.parallel.model.structure import is_composite, repeated_blocks
 from shoal.plans.plan import Plan
@@ -335,7 +338,65 @@ class Backend:
                         node.target, node.args, node.kwargs = normalised_at_once, (self.sizes, given), {}
                 if own is not graph and node.op.startswith("call_") and _needs_scope(node):
                     raise _HiddenError(f"{node.target} within a function that is one operation of the graph")
+        own_graph, places = torch.fx.Graph(), dict[torch.fx.Node, Any]()  # Dynamo reads the inputs of its graph again
+        own_graph.output(own_graph.graph_copy(graph.graph, places))
+        for before, after in places.items():
+            if before.op == "placeholder":
+                after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
+        graph = torch.fx.GraphModule(graph, own_graph)
+        sites = self._draw_by_keys(graph)
+        if not sites:
+            return self._in_parts(graph, inputs)
+        keys = [node.meta["example_value"] for node in sites]
+        names, call = list(sites.values()), self._in_parts(graph, [*inputs, *keys])
+
+        def run(*args: Any) -> Any:
+            scope = active_scope()
+            assert scope is not None
+            with torch._C._EnableTorchFunction():
+                own_keys = scope.keys_at(names, keys[0].device).unbind()
+            return call(*args, *own_keys)
+
+        return run
+
+    def _draw_by_keys(self, graph: torch.fx.GraphModule) -> dict[torch.fx.Node, str]:
+        """Replace random operations by functions of keys. Return the inputs for the keys with the drawing modules."""
+        from torch._dynamo.source import SyntheticLocalSource
+
+        sites: dict[torch.fx.Node, str] = {}
+        if self.sizes is None:
+            return sites
+        last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+        found: list[tuple[torch.fx.Node, Function, int, Tensor | None]] = []
+        for node in [node for node in graph.graph.nodes if node.op.startswith("call_") and _needs_scope(node)]:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda given: given.meta.get("example_value"))
+            function = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+            fake: Any = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+            key, count = None, 0
+            if fake is not None:
+                with fake.fake_mode, torch.no_grad(), contextlib.suppress(NotFusibleError, RuntimeError, TypeError):
+                    key = torch.empty(2, sum(self.sizes), dtype=torch.int32, device=fake.device)
+                    count = calls_by_keys(function, self.sizes, key, args, kwargs)
+            found.append((node, function, count, key))
+        # Draws of one module count up in their order, so all of them have keys or none.
+        without = {".".join(_modules(node)) for node, _, count, _ in found if not count}
+        for node, function, count, key in found:
+            module, keys = ".".join(_modules(node)), []
+            for _ in range(count if module not in without else 0):
+                with graph.graph.inserting_after(last):
+                    last = graph.graph.placeholder(f"keys_{len(sites)}")
+                last.meta["example_value"] = key
+                last._dynamo_source = SyntheticLocalSource(last.name)
+                sites[last] = module
+                keys.append(last)
+            if keys:
+                drawn = torch._dynamo.allow_in_graph(drawn_by_keys(function, self.sizes))
+                node.op, node.target, node.args = "call_function", drawn, (keys, *node.args)
         graph.recompile()
+        return sites
+
+    def _in_parts(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
+        """Return a graph as a callable: compiled, or its parts compiled or called under the scope."""
         parts: dict[torch.fx.Node, int] = {}
         kinds: list[tuple[bool, str]] = []  # of each part: whether it runs under the scope, and the module or block
         for node in graph.graph.nodes:
