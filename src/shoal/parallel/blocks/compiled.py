@@ -367,7 +367,7 @@ class Backend:
         if self.sizes is None:
             return sites
         last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-        found: list[tuple[torch.fx.Node, Function, int, Tensor | None]] = []
+        draws: list[tuple[torch.fx.Node, Function, int, Tensor | None]] = []
         for node in [node for node in graph.graph.nodes if node.op.startswith("call_") and _needs_scope(node)]:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda given: given.meta.get("example_value"))
             function = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
@@ -377,10 +377,10 @@ class Backend:
                 with fake.fake_mode, torch.no_grad(), contextlib.suppress(NotFusibleError, RuntimeError, TypeError):
                     key = torch.empty(2, sum(self.sizes), dtype=torch.int32, device=fake.device)
                     count = calls_by_keys(function, self.sizes, key, args, kwargs)
-            found.append((node, function, count, key))
+            draws.append((node, function, count, key))
         # Draws of one module count up in their order, so all of them have keys or none.
-        without = {".".join(_modules(node)) for node, _, count, _ in found if not count}
-        for node, function, count, key in found:
+        without = {".".join(_modules(node)) for node, _, count, _ in draws if not count}
+        for node, function, count, key in draws:
             module, keys = ".".join(_modules(node)), []
             for _ in range(count if module not in without else 0):
                 with graph.graph.inserting_after(last):
