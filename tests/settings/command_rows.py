@@ -325,7 +325,11 @@ for step in range(3):
     optimizer.zero_grad(), net(inputs).mean().backward(), optimizer.step()
 """
 LOOPING = Call(
-    "verify", ("--script", "loop.py {batch}", "--devices", "1", "--steps", "2"), job=None, files={"loop.py": LOOP}
+    "verify",
+    ("--script", "loop.py {batch}", "--devices", "1", "--steps", "2"),
+    job=None,
+    files={"loop.py": LOOP},
+    environment={"SHOAL_TESTS_FRESH": "1"},  # an observer comes with the start of an interpreter
 )
 
 
