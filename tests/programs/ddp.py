@@ -24,10 +24,20 @@ model = net if arguments.fault == "seed" else DistributedDataParallel(net)
 sampler = DistributedSampler(data)
 rate = 1e-2 * (dist.get_rank() + 1 if arguments.fault == "rate" else 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
 for epoch in range(0 if arguments.fault == "untrained" else 2):
     sampler.set_epoch(epoch)
     for inputs, targets in DataLoader(data, arguments.batch, sampler=sampler):
         optimizer.zero_grad()
+        if arguments.fault == "scaled":  # no fault: the first scales overflow, and their updates are left out
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            continue
         F.cross_entropy(model(inputs), targets).backward()
         if arguments.fault == "noise":
             net[0].weight.grad.add_(torch.randn(16, 6))

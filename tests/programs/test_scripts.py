@@ -23,7 +23,7 @@ def verified(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any
     return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("script", ["ddp.py --batch {batch}", "fsdp2.py"])
+@pytest.mark.parametrize("script", ["ddp.py --batch {batch}", "ddp.py --batch 3 --fault scaled", "fsdp2.py"])
 def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, script)
     assert (code, document["verdict"], document["findings"]) == (0, "verified", []), output

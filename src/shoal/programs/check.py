@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.programs.replay import part
+
 PHASES = (
     "processes",
     "data",
@@ -114,7 +116,7 @@ class Evidence:
                             whole = values[key]
                         else:
                             whole = torch.zeros(place["shape"]) if whole is None else whole.clone()
-                            _part(whole, place).copy_(values[key])
+                            part(whole, place).copy_(values[key])
         return whole
 
 
@@ -171,30 +173,26 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         evidence.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
         return
     sharded = any(step["places"] for record in evidence.records for step in record["steps"])
-    if ranks > 1:
-        for number in range(evidence.num_steps):
-            own = [tuple(of_rank[number]) for of_rank in rows]
-            if not own[0] or (len(set(own)) == ranks and not _overlap(own)):
-                continue
-            if len(set(own)) == 1 and sharded and _divides_model(evidence):
-                continue
-            same = _overlap(own)
-            said = (
-                f"all ranks train on the same {len(own[0])} samples"
-                if len(set(own)) == 1
-                else f"ranks share {same} samples of {len(own[0])}"
-            )
-            yield Finding(
-                number,
-                "data",
-                "samples",
-                said,
-                cause="each rank reads the whole data in the same order: the loader has no DistributedSampler, "
-                "or was not prepared by the framework",
-                remedy="DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
-                fails=len(set(own)) == 1 or same * 2 >= len(own[0]),
-            )
-            break
+    for number in range(evidence.num_steps):
+        own = [of_rank[number] for of_rank in rows]
+        pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
+        if not pairs or (sharded and _divides_model(evidence)):
+            continue
+        same, size = max(pairs, key=lambda pair: pair[0] / pair[1])
+        if 2 * same < size:
+            continue
+        said = f"train on the same {size} samples" if same == size else f"share {same} samples of {size}"
+        yield Finding(
+            number,
+            "data",
+            "samples",
+            f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}",
+            cause="each rank reads the whole data in the same order: the loader has no DistributedSampler, "
+            "or was not prepared by the framework",
+            remedy="DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
+            fails=same == size,
+        )
+        break
     yield from _epochs(evidence, rows)
 
 
@@ -213,46 +211,44 @@ def _divides_model(evidence: Evidence) -> bool:
 
 def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding]:
     """Find orders that repeat from one pass over the data to the next."""
-    seen_second = False
-    for record in evidence.records[:1]:
-        passes: dict[int, list[dict[str, Any]]] = {}
-        for sampler in record["samplers"]:
-            passes.setdefault(sampler["sampler"], []).append(sampler)
-        for own in passes.values():
-            for earlier, later in itertools.pairwise(own):
-                if later["step"] >= evidence.num_steps or later["step"] == earlier["step"]:
-                    continue
-                seen_second = True
-                if later["shuffle"] and later["epoch"] == earlier["epoch"]:
-                    yield Finding(
-                        later["step"],
-                        "data",
-                        "order of samples",
-                        f"a second pass has the order of the first: the sampler's epoch is {later['epoch']} again",
-                        cause="set_epoch is not called",
-                        remedy="call sampler.set_epoch(epoch) before each pass",
-                    )
-                    return
-        starts = [one["step"] for one in record["loaders"] if one["step"] < evidence.num_steps]
-        shuffles = any("Sequential" not in one["sampler"] for one in record["loaders"])
-        starts = sorted(set(starts))
-        for first, second in itertools.pairwise(starts):
-            seen_second = True
-            length = min(second - first, evidence.num_steps - second)
-            one = [tuple(r) for r in rows[0][first : first + length]]
-            other = [tuple(r) for r in rows[0][second : second + length]]
-            distinct = len({row for own in one for row in own})
-            if length and one == other and shuffles and distinct > 2:
-                yield Finding(
-                    second,
-                    "data",
-                    "order of samples",
-                    "a second pass over the data has the order of the first",
-                    cause="the sampler's seed does not change from pass to pass",
-                    remedy="call set_epoch, or give the sampler a generator that goes on",
-                )
-                return
-    if not seen_second:
+    record, last = evidence.records[0], evidence.num_steps
+
+    def repeats(first: int, second: int) -> bool:
+        length = min(second - first, last - second)
+        one, other = rows[0][first : first + length], rows[0][second : second + length]
+        return length > 0 and one == other and len({row for own in one for row in own}) > 2
+
+    passes: dict[int, list[dict[str, Any]]] = {}
+    for sampler in record["samplers"]:
+        passes.setdefault(sampler["sampler"], []).append(sampler)
+    shuffled = [pair for own in passes.values() for pair in itertools.pairwise(own) if pair[0]["shuffle"]]
+    for earlier, later in shuffled:
+        if later["epoch"] == earlier["epoch"] and repeats(earlier["step"], later["step"]):
+            yield Finding(
+                later["step"],
+                "data",
+                "order of samples",
+                f"a second pass has the order of the first: the sampler's epoch is {later['epoch']} again",
+                cause="set_epoch is not called",
+                remedy="call sampler.set_epoch(epoch) before each pass",
+            )
+            return
+    loaders = [one for one in record["loaders"] if one["step"] < last]
+    starts = sorted({one["step"] for one in loaders})
+    if all("Sequential" in one["sampler"] for one in loaders):
+        return
+    for first, second in itertools.pairwise(starts):
+        if repeats(first, second):
+            yield Finding(
+                second,
+                "data",
+                "order of samples",
+                "a second pass over the data has the order of the first",
+                cause="the sampler's seed does not change from pass to pass",
+                remedy="call set_epoch, or give the sampler a generator that goes on",
+            )
+            return
+    if len(starts) < 2:
         evidence.coverage.leave_out("the order of a second pass over the data: --steps ends before it begins")
 
 
@@ -432,7 +428,7 @@ def _reduction(
             if mine is None:
                 continue
             evidence.coverage.gradients += 1
-            expected = _clipped(_part(mean, places[rank]), steps[rank], key)
+            expected = _clipped(part(mean, places[rank]), steps[rank], key)
             got = mine.double() / (1.0 if steps[rank]["unscaled"] or scale == 1.0 else scale)
             worst = max(worst, _distance(got, expected))
             ratio = _ratio(got, expected)
@@ -557,8 +553,8 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                     continue
                 place = step["places"].get(key)
                 evidence.coverage.updates += 1
-                moved = after.double() - _part(before, place).double() if before is not None else after.double()
-                expected = _part(mine, place).double() - (_part(before, place).double() if before is not None else 0.0)
+                moved = after.double() - part(before, place).double() if before is not None else after.double()
+                expected = part(mine, place).double() - (part(before, place).double() if before is not None else 0.0)
                 error = _distance(moved, expected)
                 tiny = (moved - expected).norm() <= 1e-6 * after.double().norm()
                 if error > evidence.tolerance and not tiny:
@@ -633,11 +629,6 @@ def _close(one: Any, other: Any) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) if numbers else one == other
 
 
-def _overlap(own: list[tuple[str, ...]]) -> int:
-    counts = Counter(row for rows in own for row in set(rows))
-    return sum(1 for count in counts.values() if count > 1)
-
-
 def _distance(one: Tensor, other: Tensor) -> float:
     """Return the distance of two tensors, relative to the larger norm; infinite for other shapes."""
     if one.shape != other.shape:
@@ -653,14 +644,6 @@ def _ratio(one: Tensor, other: Tensor) -> float:
     """Return the factor by which `other` comes closest to `one`."""
     below = (other * other).sum().item()
     return (one * other).sum().item() / below if below > 0.0 else math.nan
-
-
-def _part(whole: Tensor, place: dict[str, Any] | None) -> Tensor:
-    if place is None:
-        return whole
-    for dim, (offset, size) in enumerate(zip(place["offset"], place["size"], strict=True)):
-        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
-    return whole
 
 
 def _clipped(gradient: Tensor, step: dict[str, Any], key: str) -> Tensor:

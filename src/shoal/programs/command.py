@@ -29,8 +29,8 @@ _SITE = str(Path(__file__).parent / "site")
 # Words that start a launcher of their own; the script and its arguments are wanted alone.
 _STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 _POLL_SECONDS = 0.05
-# After the first process has failed, others may wait for it in a collective call.
-_GRACE_SECONDS = 10.0
+# Time of the others after the first process has failed or ended: they may wait for it in a collective call.
+_GRACE_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
 _LAST_LINES = 12
 
 
@@ -54,8 +54,13 @@ class Script:
 
     def check(self) -> None:
         """Check that the command is a Python script with arguments. Raises: CommandError."""
-        words = shlex.split(self.command)
         given = f"--script {self.command!r}"
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise CommandError(
+                given=given, conflict=f"a shell could not read it: {error}", remedy="close its quotes"
+            ) from None
         if not words:
             raise CommandError(given=given, conflict="it is empty", remedy='write --script "train.py --lr 0.1", say')
         if Path(words[0]).name in _STARTERS:
@@ -83,7 +88,9 @@ class Processes:
         path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
         common = {
             "PYTHONPATH": path,
-            "SHOAL_OBSERVER": json.dumps({"folder": str(folder), "world": devices, **options}),
+            "SHOAL_OBSERVER": json.dumps(
+                {"folder": str(folder.absolute()), "spawns": script.launcher == "python", **options}
+            ),
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
@@ -105,7 +112,10 @@ class Processes:
         try:
             while any(child.process.poll() is None for child in self.children):
                 for rank, child in enumerate(self.children):
-                    if failed is None and child.process.poll() not in (None, 0):
+                    code = child.process.poll()
+                    if code is not None and end == float("inf"):
+                        end = time.monotonic() + _PATIENCE_SECONDS
+                    if code and failed is None:
                         failed, end = rank, time.monotonic() + _GRACE_SECONDS
                 if time.monotonic() > end:
                     break
@@ -132,6 +142,12 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
     Raises: CommandError for a command that cannot run, or of which nothing was seen.
     """
     script.check()
+    if keep and (out / "tensors").exists() and not (out / "script.json").exists():
+        raise CommandError(
+            given=f"--keep --out {out}",
+            conflict="it has a folder tensors of another program",
+            remedy="give another directory",
+        )
     began = time.monotonic()
     folder = out / ".observed"
     shutil.rmtree(folder, ignore_errors=True)
@@ -148,6 +164,12 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 conflict=f"rank {failed} ended with exit code {record.children[failed].process.returncode} before its "
                 f"steps were seen:\n  " + "\n  ".join(record.last_lines(failed)),
                 remedy=f"run it by itself first; the output of each rank is in {out}/",
+            )
+        if records and len(records) != devices:
+            raise CommandError(
+                given=f"--script {script.command!r} on {several(devices, 'process')}",
+                conflict=f"{several(len(records), 'process')} of it trained",
+                remedy="give the launcher that starts its processes, or {devices} as the script's own argument",
             )
         recorded = [len(one["steps"]) for one in records]
         if not records or not max(recorded):

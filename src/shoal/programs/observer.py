@@ -117,9 +117,17 @@ def moved(tree: Any) -> Any:
         return type(tree)(moved(one) for one in tree)
     if isinstance(tree, dict) or (hasattr(tree, "keys") and hasattr(tree, "__getitem__")):
         return {key: moved(value) for key, value in tree.items()}
-    if isinstance(tree, (int, float, str, bool, type(None), torch.dtype, torch.Size)):
-        return tree
+    if isinstance(tree, (int, float, str, type(None), torch.dtype, torch.Size)):
+        return plain(tree)
     raise TypeError(f"an argument of type {type(tree).__name__}")
+
+
+def plain(value: Any) -> Any:
+    """Return a value as one of Python's own types, which a record may contain: NumPy's floats are subclasses."""
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(plain(one) for one in value)
+    own = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if own is None else own(value)
 
 
 def random_states() -> dict[str, Any]:
@@ -160,18 +168,15 @@ def place_of(tensor: Any) -> dict[str, Any] | None:
     return {"shape": tuple(tensor.shape), "offset": tuple(offset), "size": tuple(shape), "placements": kinds}
 
 
-class Sketch:
-    """Elements of a tensor at fixed places, and its norm: enough to tell two tensors apart."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> dict[str, Any]:
-        values = local(tensor)
-        flat = values.reshape(-1)
-        if flat.numel() * flat.element_size() > _MOST_OUTPUT:
-            places = torch.linspace(0, flat.numel() - 1, 4096, dtype=torch.float64, device=flat.device).long()
-            flat = flat[places]
-        norm = values.double().norm().item() if values.is_floating_point() else 0.0
-        return {"shape": tuple(values.shape), "norm": norm, "values": flat.to("cpu", copy=True)}
+def sketch_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return elements of a tensor at fixed places, and its norm: enough to tell two tensors apart."""
+    values = local(tensor)
+    flat = values.reshape(-1)
+    if flat.numel() * flat.element_size() > _MOST_OUTPUT:
+        places = torch.linspace(0, flat.numel() - 1, 4096, dtype=torch.float64, device=flat.device).long()
+        flat = flat[places]
+    norm = values.double().norm().item() if values.is_floating_point() else 0.0
+    return {"shape": tuple(values.shape), "norm": norm, "values": flat.to("cpu", copy=True)}
 
 
 class ScriptParts:
@@ -234,6 +239,7 @@ class ScriptRecorder:
         self._in_backward = 0
         self.seconds = 0.0
         self._done = False
+        self._process = os.getpid()
         self.step = new_step()
 
     # ------------------------------------------------------------------------------------------------- the step
@@ -314,9 +320,10 @@ class ScriptRecorder:
             self.note(f"{type(module).__name__} is called with {error}, which is not recorded: it is not replayed")
             call["args"] = None
         inputs = [t for t in tensors_of((args, kwargs)) if t.ndim]
-        call["rows"] = row_digests(inputs[0]) if inputs else []
+        columns = [row_digests(t) for t in inputs if len(t) == len(inputs[0])]
+        call["rows"] = ["".join(row) for row in zip(*columns, strict=False)]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
-        call["outputs"] = [Sketch.of(t) for t in outputs]
+        call["outputs"] = [sketch_of(t) for t in outputs]
         call["number"] = len(self.step["calls"])
         self.step["calls"].append(call)
         for place, tensor in enumerate(outputs):
@@ -372,7 +379,7 @@ class ScriptRecorder:
         step["passes"] = {}
         step["strange"] = 0  # parameters of the optimizer that no observed module has
         for group in optimizer.param_groups:
-            values = {n: v for n, v in group.items() if isinstance(v, (int, float, bool, tuple, str, type(None)))}
+            values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
             values |= {n: v.item() for n, v in group.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             names = []
             for parameter in group["params"]:
@@ -418,9 +425,15 @@ class ScriptRecorder:
 
     # ------------------------------------------------------------------------------------------------------- end
 
+    def skip(self) -> None:
+        """Drop what led to an update that a loss scaler has left out."""
+        same = ("weights", "buffers", "places")
+        self.step = {**new_step(), **{name: self.step[name] for name in same}}
+
     def write(self) -> None:
         """Write the record. Later calls do nothing."""
-        if self._done or not (self.steps or "RANK" in os.environ):
+        path = os.path.join(self.folder, f"rank-{own_rank()}.pt")
+        if self._done or os.getpid() != self._process or (not self.steps and os.path.exists(path)):
             return
         self._done = True
         record = {
@@ -449,7 +462,6 @@ class ScriptRecorder:
             "unseen": self.unseen,
             "seconds": self.seconds,
         }
-        path = os.path.join(self.folder, f"rank-{own_rank()}.pt")
         torch.save(record, path + ".new")  # noqa: TID251  (read with weights_only: data, no code)
         os.replace(path + ".new", path)
 
@@ -498,6 +510,8 @@ def is_trained(module: nn.Module) -> bool:
 def start() -> None:
     """Install the observer in this process, as the variable SHOAL_OBSERVER says."""
     options = json.loads(os.environ["SHOAL_OBSERVER"])
+    if not options.get("spawns"):  # what a rank starts, such as workers that load data, is no rank
+        os.environ.pop("SHOAL_OBSERVER")
     recorder = ScriptRecorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
     note_optimizers(recorder)
     if options["mode"] == "replay":
@@ -606,6 +620,17 @@ def observe_calls(recorder: ScriptRecorder) -> None:
             setattr(owner, name, functools.wraps(original)(functools.partial(clipped, kind, original)))
 
     scaler = torch.amp.GradScaler
+    step = scaler.step
+
+    @functools.wraps(step)
+    def scaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(recorder.steps)
+        result = step(self, *args, **kwargs)
+        if len(recorder.steps) == before and self.is_enabled():
+            recorder.skip()
+        return result
+
+    scaler.step = scaled_step  # type: ignore[method-assign]
     method(scaler, "scale", lambda self, *args: recorder.step["scales"].append(float(self.get_scale())))
     method(scaler, "unscale_", lambda self, *args: recorder.step.__setitem__("unscaled", True))
 

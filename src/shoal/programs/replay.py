@@ -159,7 +159,7 @@ class ScriptReplay:
                 torch.clear_autocast_cache()
                 output = module(*args, **kwargs)
             outputs = [t for t in observer.tensors_of(output) if t.requires_grad]
-            compared.append({"call": call["number"], "outputs": [observer.Sketch.of(t) for t in outputs]})
+            compared.append({"call": call["number"], "outputs": [observer.sketch_of(t) for t in outputs]})
             if len(outputs) != len(call["outputs"]):
                 left_out.append(f"call {call['number']}: {len(outputs)} outputs, not {len(call['outputs'])}")
                 continue

@@ -20,6 +20,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     """Finder that lets the observer see torch as soon as torch is imported, before the script uses it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of torch, whose loader also loads the observer; None for other modules."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)
