@@ -198,6 +198,11 @@ class VerifyOptions(TrainingOptions):
         page="of a script: what `{batch}` is filled with; without it 8",
         refused="0; a job",
     )
+    cpu: bool = switch(
+        "run a script that is written for GPUs on processes of the CPU",
+        page="of a script: one that is [written for GPUs](scripts.md#on-a-machine-without-gpus) runs on the CPU",
+        refused="a job; CUDA graphs, GPU kernels",
+    )
     keep: bool = switch(
         "keep what was recorded of a script: inputs, gradients, weights",
         page="of a script: the recorded tensors stay in `DIR/tensors`",

@@ -12,7 +12,7 @@ from shoal.runs.directory import default_directory
 from shoal.runs.options import declared, whole_number
 
 # Options that only a script has; the others but these are of jobs alone.
-_OF_SCRIPTS = ("launcher", "batch", "keep")
+_OF_SCRIPTS = ("launcher", "batch", "keep", "cpu")
 _OF_BOTH = ("job", "script", "devices", "steps", "out")
 _STEPS, _BATCH = 10, 8
 
@@ -47,9 +47,9 @@ def verify_as_it_is(options: VerifyOptions) -> int:
             )
     from shoal.programs.command import Script, verify_script
 
-    script = Script(options.script, options.launcher, options.batch or _BATCH)
+    script = Script(options.script, options.launcher, options.batch or _BATCH, cpu=options.cpu)
     script.check()
-    devices = whole_number("devices", options.devices, 1) or visible_gpus() or 2
+    devices = whole_number("devices", options.devices, 1) or (0 if options.cpu else visible_gpus()) or 2
     if options.devices is None:
         say_note(f"--devices is not given: {devices} processes")
     out = Path(options.out) if options.out else default_directory(f"{script.name}-verify", resume=False)

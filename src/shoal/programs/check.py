@@ -91,6 +91,14 @@ class Evidence:
         for record in records:
             for words in record["unseen"]:
                 self.coverage.leave_out(words)
+        redirected = Counter[str]()
+        for record in records:
+            redirected.update(record["redirected"])
+        if redirected:
+            calls = ", ".join(f"{name} {count}" for name, count in redirected.most_common())
+            self.coverage.leave_out(
+                f"kernels, streams, memory: --cpu has redirected {redirected.total()} calls ({calls})"
+            )
 
     def named(self, key: str) -> str:
         """Return a parameter's name, with its module's class if the script has several modules."""

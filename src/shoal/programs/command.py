@@ -41,6 +41,7 @@ class Script:
     command: str
     launcher: str
     batch: int
+    cpu: bool = False
 
     @property
     def name(self) -> str:
@@ -86,20 +87,21 @@ class Processes:
         port = _free_port()
         words = [sys.executable, *script.words(devices, batch)]
         path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
+        about = {"world": devices, "spawns": script.launcher == "python", "cpu": script.cpu}
         common = {
             "PYTHONPATH": path,
-            "SHOAL_OBSERVER": json.dumps(
-                {"folder": str(folder.absolute()), "spawns": script.launcher == "python", **options}
-            ),
+            "SHOAL_OBSERVER": json.dumps({"folder": str(folder.absolute()), **about, **options}),
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
+        if script.cpu:
+            common |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         own = 1 if script.launcher == "python" else devices
         self.children: list[Child] = []
         for rank in range(own):
             variables = dict(common)
             if script.launcher != "python" or devices == 1:
-                variables |= _rank_variables(rank, devices, port, script.launcher)
+                variables |= _rank_variables(rank, devices, port, script)
             extra = [f"--local_rank={rank}"] if script.launcher == "deepspeed" else []
             log = (folder / f"output-{rank}.txt").open("w")
             self.children.append(Child([*words, *extra], variables=variables, output=log, errors=log))
@@ -197,6 +199,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
             "verdict": verdict,
             "script": {"command": script.command, "launcher": script.launcher, "batch": script.batch},
             "devices": devices,
+            "cpu": script.cpu,
             "steps": evidence.num_steps,
             "versions": versions(),
             "libraries": records[0]["libraries"],
@@ -295,7 +298,7 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidenc
     return lines
 
 
-def _rank_variables(rank: int, devices: int, port: int, launcher: str) -> dict[str, str]:
+def _rank_variables(rank: int, devices: int, port: int, script: Script) -> dict[str, str]:
     """Return the environment that a launcher gives a rank."""
     own = {
         "RANK": rank,
@@ -312,9 +315,9 @@ def _rank_variables(rank: int, devices: int, port: int, launcher: str) -> dict[s
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
     }
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or script.cpu):
         own["ACCELERATE_USE_CPU"] = "true"
-    if launcher == "deepspeed":
+    if script.launcher == "deepspeed" and not script.cpu:
         own["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: str(value) for name, value in own.items()}
 

@@ -460,6 +460,7 @@ class ScriptRecorder:
             "samplers": self.samplers,
             "loaders": self.loaders,
             "unseen": self.unseen,
+            "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
             "seconds": self.seconds,
         }
         torch.save(record, path + ".new")  # noqa: TID251  (read with weights_only: data, no code)
@@ -512,21 +513,28 @@ def start() -> None:
     options = json.loads(os.environ["SHOAL_OBSERVER"])
     if not options.get("spawns"):  # what a rank starts, such as workers that load data, is no rank
         os.environ.pop("SHOAL_OBSERVER")
+    if options.get("cpu"):
+        beside("on_cpu").install(options["world"])
     recorder = ScriptRecorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
     note_optimizers(recorder)
     if options["mode"] == "replay":
-        beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "replay.py")
-        spec = importlib.util.spec_from_file_location("_shoal_replay", beside)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.ScriptReplay(options["of"], options["folder"], recorder).install()
+        beside("replay").ScriptReplay(options["of"], options["folder"], recorder).install()
         return
     observe_steps(recorder)
     observe_calls(recorder)
     observe_data(recorder)
     atexit.register(recorder.write)
+
+
+def beside(name: str) -> Any:
+    """Return a module of this folder, in an environment that may be without shoal."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_shoal_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[f"_shoal_{name}"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def method(owner: Any, name: str, before: Any) -> None:
