@@ -32,6 +32,33 @@ def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out/tensors").exists()
 
 
+@pytest.mark.parametrize("words", [(), ("--spawn", "--launcher", "python")])
+def test_a_script_for_gpus_is_verified_without(words: tuple[str, ...], tmp_path: Path) -> None:
+    script = " ".join(["gpus.py", *words[:1]])
+    code, document, output = verified(tmp_path, script, "--cpu", *words[1:])
+    assert (code, document["verdict"], document["findings"], document["cpu"]) == (0, "verified", [], True), output
+    coverage = document["coverage"]
+    assert min(coverage["forwards"], coverage["gradients"], coverage["updates"]) >= 4
+    unchecked = next(one for one in coverage["unchecked"] if one.startswith("kernels, streams, memory"))
+    names = (
+        "init_process_group: nccl 2",
+        "Tensor.cuda 4",
+        "torch.compile 2",
+        "capturable=True 2",
+        "torch.cuda.stream 4",
+    )
+    assert all(name in unchecked for name in names), unchecked
+
+
+@pytest.mark.parametrize("fault", ["kernels", "graph"])
+def test_what_has_no_cpu_is_named(fault: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"gpus.py --fault {fault}", "--cpu")
+    assert (code, document) == (2, {})
+    assert {"kernels": "'flash_attn': its kernels need a GPU", "graph": "torch.cuda.CUDAGraph needs a GPU"}[
+        fault
+    ] in " ".join(output.split())
+
+
 @pytest.mark.parametrize(
     ("script", "phase", "said"),
     [
@@ -39,10 +66,11 @@ def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
         ("ddp.py --batch 8 --fault noise", "reduction", "from the mean over 2 ranks"),
         ("ddp.py --batch 8 --fault rate", "schedule", "0.01, 0.02"),
         ("fsdp2.py own-norm", "clipping", "one factor for each rank"),
+        ("gpus.py --fault inner", "reduction", "the rank's own gradient"),
     ],
 )
 def test_a_fault_is_found_at_its_place(script: str, phase: str, said: str, tmp_path: Path) -> None:
-    code, document, output = verified(tmp_path, script)
+    code, document, output = verified(tmp_path, script, *(["--cpu"] if script.startswith("gpus") else []))
     first = document["findings"][0]
     assert (code, document["verdict"], first["phase"], first["fails"]) == (1, "diverged", phase, True), output
     assert said in first["said"]
@@ -75,6 +103,7 @@ def test_nothing_seen_is_an_error(fault: str, said: str, tmp_path: Path) -> None
         (["verify", "--script", "torchrun train.py"], "shoal starts it itself"),
         (["verify", "--script", "train.py", "--exact"], "--script with --exact"),
         (["verify", "job.py", "--keep"], "--keep and the job job.py"),
+        (["verify", "job.py", "--cpu"], "--cpu and the job job.py"),
     ],
 )
 def test_refusals(words: list[str], said: str, tmp_path: Path) -> None:

@@ -389,6 +389,8 @@ VERIFY_OPTIONS: Table = {
     "--batch: of a job": Refuses(VERIFIED.with_("--batch", "4"), "--batch and the job"),
     "--launcher": Acts(LOOPING.with_("--launcher", "python"), LOOPING, observed("script", "launcher"), "python"),
     "--launcher: another": Refuses(LOOPING.with_("--launcher", "mpirun"), "invalid choice"),
+    "--cpu": Acts(LOOPING.with_("--cpu"), LOOPING, observed("cpu"), True),
+    "--cpu: of a job": Refuses(VERIFIED.with_("--cpu"), "--cpu and the job"),
     "--keep": Acts(LOOPING.with_("--keep"), LOOPING, lambda ended: (ended.out / "tensors").is_dir(), True),
     "--max-microbatch": Acts(
         VERIFIED.with_(MICRO, "3"), VERIFIED, certified("plan", "batch", "grains_per_microbatch"), 1

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -241,6 +242,7 @@ class ScriptRecorder:
         self._done = False
         self._process = os.getpid()
         self.step = new_step()
+        self.rank, self.world = own_rank(), num_ranks()
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -374,6 +376,7 @@ class ScriptRecorder:
             return
         began = time.perf_counter()
         step = self.step
+        self.rank, self.world = own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
         step["gradients"], step["local"], step["groups"], step["digests"] = {}, {}, [], {}
         step["passes"] = {}
@@ -432,14 +435,15 @@ class ScriptRecorder:
 
     def write(self) -> None:
         """Write the record. Later calls do nothing."""
-        path = os.path.join(self.folder, f"rank-{own_rank()}.pt")
-        if self._done or os.getpid() != self._process or (not self.steps and os.path.exists(path)):
+        path = os.path.join(self.folder, f"rank-{self.rank}.pt")
+        helps = multiprocessing.parent_process() is not None or os.path.exists(path)  # a loader's worker, or a launcher
+        if self._done or os.getpid() != self._process or (not self.steps and helps):
             return
         self._done = True
         record = {
             "version": VERSION,
-            "rank": own_rank(),
-            "world": num_ranks(),
+            "rank": self.rank,
+            "world": self.world,
             "torch": str(torch.__version__),
             "libraries": {
                 name: str(getattr(sys.modules[name], "__version__", "?"))
