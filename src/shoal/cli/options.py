@@ -200,7 +200,8 @@ class VerifyOptions(TrainingOptions):
     )
     cpu: bool = switch(
         "run a script that is written for GPUs on processes of the CPU",
-        page="of a script that is [written for GPUs](scripts.md#on-a-machine-without-gpus): it runs on processes of the CPU",
+        page="of a script that is [written for GPUs](scripts.md#on-a-machine-without-gpus): it runs on processes of "
+        "the CPU",
         refused="a job; CUDA graphs, GPU kernels",
     )
     keep: bool = switch(
