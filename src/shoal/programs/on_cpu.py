@@ -40,6 +40,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pu
 redirected: Counter[str] = Counter()  # calls from outside of torch, by name
 _on_device: Any = WeakIdKeyDictionary()  # tensors that the script has put on a device
 _kinds: dict[str, str] = {}
+_chosen: list[int] = []  # the index that the script has set
 
 
 def caller(depth: int = 2) -> str:
@@ -77,12 +78,7 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 def own_index() -> int:
     """Return the index of this process's device."""
-    if _chosen is not None:
-        return _chosen
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-_chosen: int | None = None
+    return _chosen[-1] if _chosen else int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def install(devices: int) -> None:
@@ -215,13 +211,12 @@ def _patch_devices(devices: int) -> None:
     context.__init__ = init  # type: ignore[method-assign]
 
     def set_device(index: Any) -> None:
-        global _chosen
         index = torch.device(index).index if isinstance(index, (str, torch.device)) else index
         if index is None or index < 0:
             return
         if index >= devices:
             raise RuntimeError(f"invalid device ordinal {index}: --cpu has {devices} devices, one for each rank")
-        _chosen = index
+        _chosen[:] = [index]
 
     answer(torch.cuda, "set_device", set_device)
     for name in ("set_device_index", "set_device_idx"):
@@ -239,7 +234,7 @@ def _patch_accelerator(devices: int) -> None:
         answer(own, name, own_index)
     for name in ("synchronize", "empty_cache", "empty_host_cache", "set_stream"):
         answer(own, name, None, to_torch=True)
-    answer(own, "current_stream", Stream, to_torch=True)
+    answer(own, "current_stream", HostStream, to_torch=True)
     answer(own, "device_index", lambda index: contextlib.nullcontext())
     answer(own, "get_memory_info", (_MEMORY, _MEMORY))
     answer(own, "memory_stats", lambda device=None: Counter())
@@ -248,7 +243,7 @@ def _patch_accelerator(devices: int) -> None:
             answer(own, name, None if name.startswith("reset_") else 0)
 
 
-class Stream:
+class HostStream:
     """Stream that does nothing: work on the CPU is done when its call returns."""
 
     stream_id = cuda_stream = device_index = 0
@@ -267,7 +262,7 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         """Return an event of this moment."""
-        event = Event() if event is None else event
+        event = HostEvent() if event is None else event
         event.record(self)
         return event
 
@@ -276,14 +271,14 @@ class Stream:
 
     wait_event = wait_stream = synchronize
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> HostStream:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
-class Event:
+class HostEvent:
     """Event that only has its time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -298,7 +293,7 @@ class Event:
         """Return True: everything is done."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: HostEvent) -> float:
         """Return the milliseconds from this event to another one."""
         return (end._at - self._at) * 1e3
 
@@ -359,7 +354,7 @@ def _patch_cuda() -> None:
     answer(cuda, "get_rng_state", lambda device=None: torch.get_rng_state(), to_torch=True)
     answer(cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])
     for name in ("current_stream", "default_stream"):
-        answer(cuda, name, Stream, to_torch=True)
+        answer(cuda, name, HostStream, to_torch=True)
     answer(cuda, "cudart", lambda: types.SimpleNamespace(cudaProfilerStart=int, cudaProfilerStop=int))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         answer(cuda.nvtx, name, None, to_torch=True)
@@ -367,11 +362,11 @@ def _patch_cuda() -> None:
     for name in ("start", "stop"):
         answer(cuda.profiler, name, None, to_torch=True)
     answer(cuda.nccl, "version", (2, 27, 0))
-    setattr(cuda, "Stream", Stream)  # noqa: B010  (classes in place of classes)
-    setattr(cuda, "ExternalStream", Stream)  # noqa: B010
-    setattr(cuda, "Event", Event)  # noqa: B010
-    setattr(torch, "Stream", Stream)  # noqa: B010
-    setattr(torch, "Event", Event)  # noqa: B010
+    setattr(cuda, "Stream", HostStream)  # noqa: B010  (classes in place of classes)
+    setattr(cuda, "ExternalStream", HostStream)  # noqa: B010
+    setattr(cuda, "Event", HostEvent)  # noqa: B010
+    setattr(torch, "Stream", HostStream)  # noqa: B010
+    setattr(torch, "Event", HostEvent)  # noqa: B010
     for name in ("StreamContext", "stream", "device", "device_of"):
         setattr(cuda, name, StreamContext)
     for owner in (cuda, cuda.graphs):
