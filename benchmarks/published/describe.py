@@ -19,6 +19,15 @@ from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
 from shoal.hardware.catalogue import capped
 from shoal.hardware.values import Cluster, Link
+from shoal.planner.predict.programs import (
+    DEEPSPEED_BUCKETS,
+    MASTER_BYTES,
+    MEGATRON,
+    MEGATRON_CORE,
+    OTHERS,
+    TORCHTITAN,
+    USUAL,
+)
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.profiles import profile
 from shoal.planner.profile.values import Profile
@@ -27,12 +36,6 @@ from shoal.plans.plan import Plan, PrecisionSection
 
 class UnknownError(Exception):
     """A row describes something for which there is no module, device or plan."""
-
-
-# Most scatter the gradients that a shard axis divides.
-# Of these, gradients travel in equal buckets; what passes over them before the update is not told.
-_OTHERS: dict[str, Any] = {"own_buckets": False, "gradient_passes": 0.0}
-_USUAL = Program(scatter_gradients=True, divides_ends=True, **_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,12 @@ class Framework:
     fused_attention: bool = True
     time_first: bool = False
     vocab_multiple: int = 1
-    program: Program = _USUAL
+    program: Program = USUAL
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
     master: bool = True  # a float32 copy of parameters of a narrow dtype
 
 
-# Megatron-LM: fused kernels (megatron/fused_kernels), dropout 0.1, stages of equal blocks, a float32 copy of the
-# parameters; Korthikanti et al., arXiv 2205.05198: selective recomputation is that of the attention's core. It pads a
+# Megatron-LM: fused kernels (megatron/fused_kernels), dropout 0.1, a float32 copy of the parameters. It pads a
 # vocabulary to a multiple of 128 x tensor (make_vocab_size_divisible_by in megatron/arguments.py), as DeepSpeed's does.
 _MEGATRON = Framework(
     fused_kernels=True,
@@ -65,31 +67,10 @@ _MEGATRON = Framework(
     fused_attention=False,  # there was none before 2023
     time_first=True,
     vocab_multiple=128,
-    program=Program(
-        cut="equal",
-        selective="all_but_attention",
-        scatter_gradients=True,
-        scatter_messages=True,  # arXiv 2104.04473, section 4.1; DeepSpeed's pipeline does it too
-        divides_ends=True,
-        keeps_gathered=False,  # arXiv 2205.05198, section 4.2.2
-        **_OTHERS,
-    ),
+    program=MEGATRON,
 )
-# Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout, cuDNN's attention, which is as fast as
-# FlashAttention-3 on Hopper (arXiv 2407.08608, figure 5); messages are divided under sequence parallelism only.
-_MEGATRON_CORE = dataclasses.replace(
-    _MEGATRON,
-    dropout=0.0,
-    fused_attention=True,
-    program=dataclasses.replace(
-        _MEGATRON.program,
-        attention="flash3",
-        scatter_messages=False,
-        keeps_cast=True,
-        shards_context=True,  # its distributed optimizer's group is that of data and context ranks
-        overlaps_exchanges=True,  # tp_comm_overlap of Transformer Engine, and its ring of keys and values
-    ),
-)
+# Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout.
+_MEGATRON_CORE = dataclasses.replace(_MEGATRON, dropout=0.0, fused_attention=True, program=MEGATRON_CORE)
 FRAMEWORKS = (
     ("nemo", _MEGATRON_CORE),
     ("bridge", _MEGATRON_CORE),
@@ -97,15 +78,7 @@ FRAMEWORKS = (
     ("megatron core", _MEGATRON_CORE),
     ("megatron", _MEGATRON),
     # torchtitan: fully_shard sums gradients in float32 (MixedPrecisionPolicy(reduce_dtype=torch.float32)).
-    # Its selective recomputation keeps attention and every second product (torchtitan/models/llama3/parallelize.py),
-    # and its shard axis is dp_shard x cp (torchtitan/distributed/parallel_dims.py).
-    (
-        "torchtitan",
-        Framework(
-            reduce="float32",
-            program=dataclasses.replace(_USUAL, selective="alternate_products", shards_context=True),
-        ),
-    ),
+    ("torchtitan", Framework(reduce="float32", program=TORCHTITAN)),
     # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks
     # until the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather;
     # norm and rotation are fused kernels of flash-attn.
@@ -119,7 +92,7 @@ FRAMEWORKS = (
                 scatter_gradients=True,
                 gradient_bytes=4.0,
                 bucket_bytes=2.0,
-                **_OTHERS,
+                **OTHERS,
             ),
             reduce="float32",
         ),
@@ -130,7 +103,7 @@ FRAMEWORKS = (
     # of each microbatch beside it (use_train_metrics).
     (
         "foundry",
-        Framework(program=Program(attention="flash1", **_OTHERS), master=False, fused_loss=True, metrics=2),
+        Framework(program=Program(attention="flash1", **OTHERS), master=False, fused_loss=True, metrics=2),
     ),
 )
 
@@ -242,11 +215,6 @@ def microbatches(row: Row) -> tuple[int, ...]:
     return tuple(size for size in range(1, share + 1) if share % size == 0 and size & (size - 1) == 0)
 
 
-# Adam of a narrow dtype is traced with two moments of that dtype, 4 bytes; these programs keep both, and a copy of the
-# parameters, in float32: 12.
-_MASTER_BYTES = 8.0
-# DeepSpeed's reduce_bucket_size and allgather_bucket_size, each 5e8 elements of 16 bits (docs/config-json).
-_DEEPSPEED_BUCKETS = 2 * 5e8 * 2
 # DeepSpeed's ZeRO-3 of 2021 (runtime/zero/partition_parameters.py, _allgather_param): an all_gather for each parameter,
 # into a list with a tensor a rank, which torch copies one by one. That takes the host a few operators' time for each.
 _DEEPSPEED_PARAMETERS: dict[str, Any] = {"gathers_apart": True, "slice_seconds": 15e-6}
@@ -259,7 +227,7 @@ def program(row: Row) -> Program:
     """How the row's framework executes its plan."""
     facts = framework(row)
     narrow = precision(row, facts).parameters != "float32"
-    found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
+    found = dataclasses.replace(facts.program, master_bytes=MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
     found = dataclasses.replace(found, fuses=row.get("compile") in ("1", "True"))
     layers = {"fp8": "float8", "fp4": "float4"}.get(kind(row))
     if layers is not None:
@@ -268,7 +236,7 @@ def program(row: Row) -> Program:
         found = dataclasses.replace(found, overlap=False)
     name = row.get("framework", "").lower()
     if "deepspeed" in name and integer(row, "zero_stage", 0):
-        found = dataclasses.replace(found, buffer_bytes=_DEEPSPEED_BUCKETS)
+        found = dataclasses.replace(found, buffer_bytes=DEEPSPEED_BUCKETS)
     if integer(row, "zero_stage", 0) == 3 and _by_deepspeed(row):
         found = dataclasses.replace(found, **_DEEPSPEED_PARAMETERS)
     if "nanotron" in name and integer(row, "pp") > 1:

@@ -441,6 +441,9 @@ PLAN_OPTIONS: Table = {
     "--output": Acts(planned("-o", "found.toml"), ASKED, written("found.toml"), True),
     "--output: a folder": Refuses(planned("-o", "."), "that is a folder"),
     "--more": Acts(planned("--more"), ASKED, table),
+    "--emit": Acts(planned("--emit", "deepspeed=ds.json"), ASKED, written("ds.json"), True),
+    "--emit: none such": Refuses(planned("--emit", "deepsped"), "no configuration of that name"),
+    "--emit: a folder": Refuses(planned("--emit", "deepspeed=."), "that is a folder"),
     "--html": Acts(planned("--html", "page.html"), ASKED, written("page.html"), True),
     "--learn": Refuses(Call("plan", ("--learn", "gone"), job=None), "gone"),
     "--learn: with a job": Refuses(Call("plan", ("--learn", "gone")), "--learn gone with JOBFILE"),
@@ -461,6 +464,7 @@ PLAN_OPTIONS: Table = {
             "--samples": "1e9",
             "--output": "plan.toml",
             "--html": "page.html",
+            "--emit": "deepspeed",
         }.items()
     },
 }

@@ -287,6 +287,14 @@ class PlanOptions:
         page="writes the plan",
         refused="a folder",
     )
+    emit: str | None = option(
+        "also write the best layout for accelerate, deepspeed, torchtitan, megatron, lightning or fsdp2 as its own "
+        "configuration, into FILE or below the answer",
+        "NAME[=FILE]",
+        page="also plans for another framework, and writes [its configuration](plan.md#other-frameworks): "
+        "`accelerate`, `deepspeed`, `torchtitan`, `megatron`, `lightning`, `fsdp2`",
+        refused="another name; a folder; no layout of its that fits",
+    )
     html: str | None = option(
         "write an HTML page with the curve, the waterfalls and every reason to FILE",
         "FILE",

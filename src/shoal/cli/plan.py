@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
@@ -22,11 +22,15 @@ from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.calibrate.processes import record
 from shoal.planner.search.search import parse
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Plan, layout_name
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.programs import emit
+from shoal.report.quantities import seconds
+from shoal.runs.directory import write_file
 
 if TYPE_CHECKING:
     from shoal.planner.answer.display import Answer
+    from shoal.planner.search.search import Candidate
 
 _QUIET_SECONDS, _TERMINAL_SECONDS, _FILE_SECONDS = 1.5, 0.5, 5.0
 
@@ -90,14 +94,18 @@ def plan(options: PlanOptions) -> ExitCode:
             )
         learn_from(options.learn)
         return ExitCode.DONE
-    for text in (options.output, options.html):
+    framework, _, emitted = (options.emit or "").partition("=")
+    if options.emit is not None:
+        emit.framework(framework)
+    for text in (options.output, options.html, emitted):
         if text and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
             raise CommandError(
-                given=f"-o or --html {text}",
+                given=f"-o, --html or --emit {text}",
                 conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
                 remedy="give the name of a file in a folder that exists",
             )
     answer = answered(options)
+    emission = configuration_for(answer, framework) if options.emit is not None else None
     from shoal.jobs.configured_job import PREFIX
     from shoal.planner.answer.display import console_of_width, front, show
 
@@ -113,14 +121,68 @@ def plan(options: PlanOptions) -> ExitCode:
     else:
         words += ["--plan plan.toml  # by -o plan.toml"]
     typed = " ".join(words)
-    show(answer, console_of_width(), front(answer, typed, "--more"), more=options.more)
+    rows = front(answer, typed, "--more")
+    if emission is not None:
+        rows.insert(-1, ["emit", emission.row])
+    show(answer, console_of_width(), rows, more=options.more)
     if options.output:
         answer.write(options.output)
         print(f"plan written: {options.output}")
     if options.html:
         answer.write_html(options.html)
         print(f"page written: {options.html}")
+    if emission is not None:
+        if emitted or not emit.FRAMEWORKS[framework].comment:
+            print("\n".join(["", *emission.notes]))
+        if emitted:
+            write_file(Path(emitted), emission.text)
+            print(f"configuration written: {emitted}")
+        else:
+            print(f"\n{emission.text}", end="")
     return ExitCode.DONE
+
+
+class Emission(NamedTuple):
+    """Configuration of another framework, what it cannot say, its row of the answer, and the plan that it has."""
+
+    text: str
+    notes: list[str]
+    row: str
+    candidate: Candidate
+
+
+def configuration_for(answer: Answer, name: str) -> Emission:
+    """Return the configuration of another framework with the best layout that it can express.
+
+    Raises: PlanError if none fits.
+    """
+    from shoal.planner.answer.elsewhere import elsewhere
+
+    case, target = answer.question.case, emit.framework(name)
+    cluster, space = case.cluster, case.space
+    facts = emit.Facts(
+        case.work.global_batch,
+        case.work.num_grains,
+        device="cuda" if cluster.device.kind == "gpu" else "cpu",
+        sequence=answer.question.sample_tokens,
+        blocks=space.facts.blocks,
+        pure=space.base.precision.parameters != "float32",
+    )
+    with PlanProgress(sys.stderr) as progress:
+        progress.enter(f"searching for {target.title}")
+        best = elsewhere(answer, name, target.axes, lambda plan: target.beyond(plan, facts))
+    facts = replace(facts, hosts=-(-best.devices // cluster.devices_per_host))
+    own, change = answer.chosen, best.seconds / answer.chosen.seconds - 1.0
+    predicted = f"{layout_name(best.plan)} on {best.devices:,}: {seconds(best.seconds)} a step"
+    text, notes = target.configuration(
+        best.plan,
+        facts,
+        f"{target.title}, for {answer.job} on {cluster.name}, by shoal plan.",
+        f"Predicted with its habits: {predicted}.",
+        f"With shoal: {layout_name(own.plan)} on {own.devices:,}: {seconds(own.seconds)} a step.",
+    )
+    difference = f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'} than shoal's"
+    return Emission(text, notes, f"{name}: {predicted}, {difference}", best)
 
 
 def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data_only: bool = False) -> Answer:

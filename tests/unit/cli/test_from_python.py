@@ -32,6 +32,7 @@ INSTEAD: dict[str, dict[str, Any]] = {
         "output": shoal.Answer.write,
         "html": shoal.Answer.write_html,
         "more": shoal.Answer.write_html,
+        "emit": "the command's alone: it prints",
         "learn": "the command's alone: it reads runs, and answers nothing",
     },
 }
@@ -231,7 +232,7 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
     monkeypatch.setattr("shoal.cli.from_python.with_plan", lambda options, environment: options)
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "html", "more", "learn", "dry_run", "verify"} == set(
+    assert set(option_names(KINDS[name])) - {"output", "emit", "html", "more", "learn", "dry_run", "verify"} == set(
         OPTIONS[name]
     )
     for option, (arguments, given) in OPTIONS[name].items():

@@ -97,6 +97,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     arrays = [t for t in tensors_in(grain) if t.ndim > 1 and t.dtype != torch.bool]
     has_tokens = bool(arrays) and not any(t.is_floating_point() or t.ndim > 2 for t in arrays)
     tokens = max(t.shape[1] for t in arrays) if has_tokens else None
+
+    def traced(other: Plan) -> Workload:
+        return replace(work, profile=profile_job(job, other, device=device))
+
     # A half precision that the device supports, if the plan is for float32.
     halves = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in cluster.device.flops]
     precise = None
@@ -104,11 +108,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
 
         def in_half() -> Case:
             other = apply_wishes(base, Wishes(precision=halves[0]), from_file=False)
-            traced = replace(work, profile=profile_job(job, other, device="cuda"))
-            return replace(case, work=traced, space=replace(case.space, base=other))
+            return replace(case, work=traced(other), space=replace(case.space, base=other))
 
         precise = halves[0], in_half
-    return Question(case, num_steps, grains.why, tokens, precise)
+    return Question(case, num_steps, grains.why, tokens, precise, traced)
 
 
 def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:

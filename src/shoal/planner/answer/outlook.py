@@ -109,6 +109,7 @@ class Question:
     `why_grains`: reason for the job's number of grains.
     `sample_tokens`: tokens in a sample, padding included; None if samples are not sequences of integers.
     `precise`: another precision as written on the command line, and a function that makes the case for it.
+    `traced`: function that makes the workload for another base plan.
     """
 
     case: Case
@@ -116,6 +117,7 @@ class Question:
     why_grains: str = "as the job says"
     sample_tokens: int | None = None
     precise: tuple[str, Callable[[], Case]] | None = None
+    traced: Callable[[Plan], Workload] | None = None
 
     def of_length(self, *, tokens: float | None = None, samples: float | None = None) -> Question:
         """Return the question for a job of `tokens` or `samples`. Raises: PlanError if samples have no tokens."""

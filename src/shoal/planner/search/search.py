@@ -242,7 +242,7 @@ class Node(NamedTuple):
                     notes.lacks(self.place, missing)
                 else:
                     yield Node(max(least, seconds), layouts, self.family, self.way, self.place, plan)
-        elif (refusal := bounds.space.refusal(self.plan)) is not None:
+        elif refusal := bounds.space.refusal(self.plan) or bounds.space.beyond(self.plan):
             notes.refused[self.place] = min(refusal, notes.refused.get(self.place, refusal))
         else:
             candidate = Candidate(self.plan, bounds.predict(self.plan))

@@ -146,6 +146,7 @@ class Space:
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, if faster than the base's
     data_only: bool = False  # replicas alone: no other axis, and nothing sharded
     one_copy: bool = False  # ranks that sum through shared memory share one copy of parameters
+    beyond: Callable[[Plan], str] = lambda _: ""  # reason why another program cannot run a legal plan, or nothing
     _sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
