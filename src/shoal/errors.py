@@ -53,6 +53,7 @@ class ShoalError(Exception):
         self.traceback_text: str | None = None
         self.traceback_file: str | None = None  # the file that the traceback was written to
         self.everywhere = False  # whether every rank raises this error now, so that collectives still work
+        self.kinds: frozenset[str] = frozenset()  # names of the classes that the ranks raise, where every rank raises
 
     def __str__(self) -> str:
         return f"{self.given}; {self.conflict}; {self.remedy}"

@@ -2,6 +2,7 @@
 
 A step in the mode `fast` takes 0.5 s, another one 1 s; on rank 1 one in the mode `slow` takes 1 s more. With `fast` =
 "real" the turns are measured. The end of step `dies` kills the process, once. `compiles`: compilation is tried.
+`fails`: the loss fails on rank 1 in its third call with channels last. SHOAL_TEST_FAST is `fast` for an equal job.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ step_trial.WARM_UPS, step_trial.LEAST_STEPS, step_trial.LEAST_SECONDS, step_tria
 step_trial.MOST_OF_RUN = 1.0
 
 
-def classify(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+SEEN: list[None] = []
+
+
+def classify(fails: bool, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """The summed cross entropy."""
+    if fails and model.training and batch[0].stride()[1] == 1 and os.environ.get("RANK") == "1":
+        SEEN.append(None)
+        if len(SEEN) == 3:
+            raise RuntimeError("not with channels last")
     return shoal.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -56,8 +64,10 @@ def job(
     dies: int = 0,
     way: str = "flatten",
     compiles: bool = False,
+    fails: bool = False,
 ) -> shoal.Job:
     """200 images of 6 x 6, 16 a step."""
+    fast = os.environ.get("SHOAL_TEST_FAST", fast)
     if fast != "real":
         clocked(fast, slow, dies)
     if compiles:
@@ -67,7 +77,7 @@ def job(
         16,
         steps,
         model=partial(Net, way),
-        loss=classify,
+        loss=partial(classify, fails),
         optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9),
         train_data=partial(images, 200),
         eval_data=partial(images, 60, 2),

@@ -49,7 +49,7 @@ def test_the_fastest_mode_is_chosen_and_the_same_command_tries_nothing(tmp_path:
     assert trial(first)["candidates"]["channels last"]["reason"].startswith("50.0% less than eager")
     assert f"step: {LAST} from step 10 on, by a trial of its candidates" in first.output
     assert execution(tmp_path / "first")["channels_last"]
-    second = run(tried(tmp_path, "second", settings={"fast": "eager"}))
+    second = run(tried(tmp_path, "second", environment={"SHOAL_TEST_FAST": "eager"}))
     assert trial(second)["reason"] == "as recorded on this machine"
     assert execution(tmp_path / "second")["channels_last"]
     assert weights(second) == weights(first)
@@ -85,6 +85,16 @@ def test_ranks_choose_together_by_the_slowest(tmp_path: Path) -> None:
     assert trial(slow)["chosen"] == "eager"
     assert trial(slow)["candidates"]["channels last"]["seconds"] == 1.5
     assert not execution(tmp_path / "slow")["channels_last"]
+
+
+def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
+    ended = run(tried(tmp_path, "fails", devices=2, settings={"fails": True}))
+    assert trial(ended)["chosen"] == "eager"
+    assert "not with channels last" in trial(ended)["candidates"]["channels last"]["reason"]
+    assert [(one["mode"], one["until"]) for one in turns(tmp_path / "fails")] == [("eager", 3), (LAST, 4)]
+    assert ended.result["steps"] == 30
+    given = ("--step", str(tmp_path / "fails" / "trial.json"))
+    assert weights(run(tried(tmp_path, "again", *given, devices=2, home="none"))) == weights(ended)
 
 
 def test_a_run_that_is_killed_in_the_midst_of_its_trial_goes_on_with_its_turns(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ RUN_OPTIONS: Table = {
     "--step: on a CPU": Refuses(PLAIN.with_("--step", "graph"), "a CUDA device"),
     "--step: none such": Refuses(PLAIN.with_("--step", "5"), "--steps 5"),
     "--step: of no run": Refuses(PLAIN.with_("--step", "gone.json"), "there is no such file"),
+    "--step: turns of another run": Refuses(resumed("--step", "gone.json"), "has its own turns"),
     "--step: another one than a plan's": Refuses(
         Call(plan={"execution": {"compile": "none"}}, arguments=("--step", "compiled")), "the plan file has"
     ),

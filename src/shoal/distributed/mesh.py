@@ -458,13 +458,14 @@ def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
     Collective: all ranks, one JSON gather.
     """
     reports = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
+    kinds = frozenset(report["kind"] for report in reports if report)
     if error is not None:
-        error.rank, error.host, error.everywhere = mesh.rank, mesh.host, True
+        error.rank, error.host, error.everywhere, error.kinds = mesh.rank, mesh.host, True, kinds
         raise error
     try:
         raise_peer(reports)
     except PeerError as peer:
-        peer.everywhere = True
+        peer.everywhere, peer.kinds = True, kinds
         raise
 
 

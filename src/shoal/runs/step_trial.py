@@ -271,15 +271,15 @@ def steps_file() -> Path:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Key of a trial: all that it depends on, apart from time. `facts`: of job, plan, versions and device."""
+    """Key of a trial: all that it depends on, apart from time. `net`: digest of facts, for runs of any length."""
 
-    facts: Mapping[str, Any]
+    net: str
     num_steps: int
 
-    @property
-    def net(self) -> str:
-        """Digest of the facts, for runs of any length."""
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True, default=str).encode()).hexdigest()
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], num_steps: int) -> TrialKey:
+        """Return the key of facts of job, plan, versions and device."""
+        return cls(hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), num_steps)
 
     @property
     def name(self) -> str:

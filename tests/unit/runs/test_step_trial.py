@@ -160,14 +160,14 @@ def test_a_trial_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_this_machine_records_the_trial_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tried = measured(trial(*ALL), {"eager": 0.1, "graph": 0.08, "compiled": 0.09, "compiled-graph": 0.05})
-    key = TrialKey({"code": "a"}, 300)
+    key = TrialKey.of({"code": "a"}, 300)
     assert recorded_trial(key) is None
     assert not has_compiled(key)
     assert record_trial(key, tried) is None
     assert recorded_trial(key) == tried
-    assert recorded_trial(TrialKey({"code": "a"}, 301)) is None
-    assert has_compiled(TrialKey({"code": "a"}, 301))
-    assert not has_compiled(TrialKey({"code": "b"}, 300))
+    assert recorded_trial(TrialKey.of({"code": "a"}, 301)) is None
+    assert has_compiled(TrialKey.of({"code": "a"}, 301))
+    assert not has_compiled(TrialKey.of({"code": "b"}, 300))
     assert len(json.loads(steps_file().read_text())) == 1
     steps_file().write_text("{")
     assert recorded_trial(key) is None
@@ -178,6 +178,6 @@ def test_this_machine_records_the_trial_of_a_key(tmp_path: Path, monkeypatch: py
 def test_a_machine_file_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    reason = record_trial(TrialKey({}, 1), trial())
+    reason = record_trial(TrialKey.of({}, 1), trial())
     assert reason is not None
     assert "Not a directory" in reason

@@ -467,9 +467,16 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         _note_overridden_files(of_call, job, saved)
     course, origins = course_of(options, saved)
     step = course.step if course.step in STEPS else None
-    if (course.step or "").endswith(".json") and not options.resume and read_trial(Path(course.step or "")) is None:
+    given_turns = Path(options.step) if (options.step or "").endswith(".json") else None
+    if given_turns is not None and options.resume:
         raise CommandError(
-            given=f"--step {course.step}",
+            given=f"--step {given_turns} --resume",
+            conflict="a run that goes on has its own turns",
+            remedy="leave --step out, or leave --resume out and give another --out",
+        )
+    if given_turns is not None and read_trial(given_turns) is None:
+        raise CommandError(
+            given=f"--step {given_turns}",
             conflict="there is no such file",
             remedy="give the trial.json of a run, or write --step eager, say",
         )

@@ -469,7 +469,8 @@ class Result:
         engine, state = self.engine, outcome.state
         seconds = np.array(outcome.step_seconds or [math.nan])
         median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
-        predicted = {} if served is not None else engine.plan.prediction  # the planner does not support servers
+        # The planner does not support servers. A mode that a trial has chosen has no prediction.
+        predicted = {} if served is not None else (outcome.plan or engine.plan).prediction
         compression = engine.strategy.compression
         early, wanted = None, engine.order.samples_before(num_steps)
         is_stream = engine.num_train_samples is None

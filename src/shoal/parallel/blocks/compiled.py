@@ -134,7 +134,7 @@ def compile_blocks(
         given = f"execution.compile = {kind!r} has no effect: on this processor each product of {precision.compute}"
         warnings.warn(f"{given} is computed in float32", SettingWarning, stacklevel=2)
         return Regions()
-    _require_compiler(precision.device)
+    require_compiler(precision.device)
     exact = plan.execution.exact
     if precision.device.type == "cpu" and kind != "default":
         rest = "" if kind == "reduce-overhead" else "; products are tuned"
@@ -172,7 +172,8 @@ def compile_blocks(
     return regions
 
 
-def _require_compiler(device: torch.device) -> None:
+def require_compiler(device: torch.device) -> None:
+    """Check that this machine can compile for a device. Raises: PlanError."""
     from torch._inductor import cpp_builder
 
     try:

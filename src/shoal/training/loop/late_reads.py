@@ -179,9 +179,13 @@ class LateReads:
             step = self._runner.queue(fetched, factor, row)
             sums = step.sums
             parts.clock.mark("optimizer")
-            parts.updater.num_begun += 1
             bad = torch.zeros((), device=self._mesh.device) if masked is None else masked
-            norms = parts.updater.queue(sums, bad, factor, parts.updater.stepper.queue_step)
+
+            def update(masks: Tensor) -> None:
+                parts.updater.num_begun += 1
+                parts.updater.stepper.queue_step(masks)
+
+            norms = parts.updater.queue(sums, bad, factor, update)
             if parts.buffers.names:
                 parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), bad == 0)
             numbers = sums.packed(bad, norms)

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.distributed.failures import as_shoal_error, is_lost_peer
+from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.mesh import together
 from shoal.errors import StorageError
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.plans.legal import conflicts
@@ -27,6 +28,10 @@ from shoal.training.microbatch.step import FetchedStep, LossPair, StepRunner
 
 if TYPE_CHECKING:
     from shoal.training.loop.trainer import TrainingParts
+
+
+# Classes of errors of a step that may come from its mode, and of no files, samples or lost ranks.
+_OF_MODES = frozenset({"UserCodeError", "OutOfMemoryError", "LossError", "JobError", "PlanError", "InternalError"})
 
 
 def seconds_now() -> float:
@@ -82,18 +87,24 @@ class StepModes:
         self, parts: TrainingParts, late: LateReads, runner: StepRunner, note: Callable[[str], None], run: RunTrial
     ) -> None:
         self._parts, self._late, self._runner, self._note, self._run = parts, late, runner, note, run
-        self._mode, self.plan = StepMode.of(parts.plan), parts.plan
+        self._mode = StepMode.of(parts.plan)
         self._times: list[float] = []
         self._before: float | None = None  # end of the last step
+        self._nothing_compiles: str | None = None
         self.ends_at: int | None = None  # the last step of the current turn; None after the trial
 
     def go_to(self, step: int) -> None:
-        """Compute the step after `step` finished ones in its turn's mode. Raises: PlanError.
+        """Compute the step after `step` finished ones in its turn's mode. Raises: PlanError; StorageError.
 
         Collective: all ranks.
         """
-        self._apply(self._run.trial.mode_after(step))
-        self.ends_at = self._run.trial.next_end(step)
+        trial = self._run.trial
+        if trial.chosen is None and trial.ends_at <= step:  # an earlier start ended before it wrote what follows
+            while trial.ends_at <= step:
+                trial.decide(None)
+            together(self._parts.mesh, self._run.write)
+        self._apply(trial.mode_after(step))
+        self.ends_at = trial.next_end(step)
         self._times, self._before = [], None
 
     def take(self, step: int) -> None:
@@ -116,8 +127,12 @@ class StepModes:
             is_measured = 2 * len(self._times) >= trial.steps_per_turn  # not after a restart late in the turn
             own = statistics.median(self._times) if is_measured else math.nan
             slowest = float(mesh.all_gather([own]).max())
-            refused = self._first_reason(self._late.why_no_graph) if self._mode.cuda_graph else None
-            if refused is not None and self._mode.name != trial.best:
+            if before.compile != "none" and not self._parts.computer.regions.names:
+                self._nothing_compiles = "torch compiles no part of the model"
+            why_not = self._nothing_compiles if before.compile != "none" else None
+            why_not = why_not or (self._late.why_no_graph if before.cuda_graph else None)
+            refused = self._first_reason(why_not) if before.name != trial.best else None
+            if refused is not None:
                 trial.refuse(step, refused)
             else:
                 trial.decide(None if math.isnan(slowest) else slowest)
@@ -132,24 +147,32 @@ class StepModes:
     def refuses(self, error: Exception, step: int) -> bool:
         """Return True if a candidate's failure in the step after `step` leaves it out, and the step is to be repeated.
 
-        Collective: all ranks, each with an error of the same step.
+        All ranks return the same if `error` is raised everywhere. Collective then: all ranks.
         """
-        trial = self._run.trial
+        trial, shown = self._run.trial, as_shoal_error(error)
         is_candidate = trial.chosen is None and trial.turns[-1].mode == self._mode.name != trial.best
-        if not is_candidate or is_lost_peer(error) or self._parts.sharded_model.divided:
+        is_shared = shown.everywhere or self._parts.mesh.world_size == 1
+        of_modes = (shown.kinds or {type(shown).__name__}) <= _OF_MODES
+        if not (is_candidate and is_shared and of_modes) or self._parts.sharded_model.divided:
             return False
-        shown = as_shoal_error(error)
-        reasons = self._parts.mesh.gather_json(None if shown.rank is not None else shown.conflict)
-        trial.refuse(step, next((reason for reason in reasons if reason is not None), shown.conflict))
+        trial.refuse(step, shown.conflict)
         self._settle(step)
         self.go_to(step)
         if self.ends_at is None:
             self._conclude(step)
         return True
 
-    def report(self) -> dict[str, Any]:
-        """Return the entry `trial` of the result."""
+    @property
+    def plan(self) -> CompletePlan:
+        """The plan with the mode of the next step. It has a prediction only in the first plan's mode."""
+        plan = self._parts.plan.with_choices(execution=asdict(self._mode))
+        return plan if plan == self._parts.plan else plan.model_copy(update={"prediction": {}})
+
+    def close(self) -> dict[str, Any]:
+        """Return the entry `trial` of the result. Record an unfinished trial: the same command repeats its turns."""
         trial = self._run.trial
+        if self.ends_at is not None and trial.chosen is None:
+            self._run.record()
         chosen = trial.chosen or trial.best
         said = {name: asdict(verdict) for name, verdict in trial.verdicts.items()}
         is_compared = any(verdict.seconds is not None for verdict in trial.verdicts.values())
@@ -163,11 +186,6 @@ class StepModes:
         """Return this object while a turn is left, else None."""
         return self if self.ends_at is not None else None
 
-    def close(self) -> None:
-        """Record an unfinished trial at the end of a run, so that the same command repeats its turns."""
-        if self.ends_at is not None and self._run.trial.chosen is None:
-            self._run.record()
-
     def _settle(self, step: int) -> None:
         """Leave out candidates that cannot run, and write the trial before the step after `step`."""
         trial = self._run.trial
@@ -176,7 +194,7 @@ class StepModes:
             if reason is None:
                 break
             trial.refuse(step, reason)
-        self._run.write()
+        together(self._parts.mesh, self._run.write)
 
     def _first_reason(self, own: str | None) -> str | None:
         """Return the first rank's reason, if any has one."""
@@ -187,6 +205,8 @@ class StepModes:
         refused = conflicts(self._parts.plan.with_choices(execution=asdict(mode)))
         if refused:
             return refused[0].conflict
+        if mode.compile != "none" and self._nothing_compiles is not None:
+            return self._nothing_compiles
         try:
             self._apply(mode)
         except Exception as error:
@@ -195,13 +215,11 @@ class StepModes:
 
     def _conclude(self, step: int) -> None:
         """Write the chosen plan, and note it."""
-        mode = self._run.trial.mode_after(step)
-        self.plan = self._parts.plan.with_choices(execution=asdict(mode))
-        if self.plan != self._parts.plan:
-            self.plan = self.plan.model_copy(update={"prediction": {}})  # it is of the first mode
-        self._run.write(self.plan)
+        together(self._parts.mesh, lambda: self._run.write(self.plan))
         unwritten = self._run.record()
-        self._note(f"step: {mode.name} from step {step + 1} on, {self._run.source or 'by a trial of its candidates'}")
+        self._note(
+            f"step: {self._mode.name} from step {step + 1} on, {self._run.source or 'by a trial of its candidates'}"
+        )
         if unwritten is not None:
             self._note(f"step: the trial could not be recorded for later runs, which may choose otherwise: {unwritten}")
 

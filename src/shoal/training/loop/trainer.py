@@ -85,7 +85,8 @@ class Outcome:
     """Result of a training: completed or preempted, with the last state; `unsaved`: why the state was not saved.
 
     `ended_by`: the callback that requested the end, and its reason. `after`: seconds of the evaluation and the
-    checkpoint after the last step. `trial`: what came of the trial of step modes.
+    checkpoint after the last step. `trial`: what came of the trial of step modes. `plan`: with the mode of the last
+    steps, if a trial may have changed it.
     """
 
     status: str
@@ -97,6 +98,7 @@ class Outcome:
     ended_by: dict[str, Any] | None = None
     after: dict[str, float] = field(default_factory=dict)
     trial: dict[str, Any] | None = None
+    plan: CompletePlan | None = None
 
 
 class BetweenSteps:
@@ -269,6 +271,7 @@ class Trainer:
         self._num_updates = parts.updater.num_begun  # updates that the state counts
         self._advanced = False  # whether a step was added since the last work between steps
         self._has_callbacks = bool(parts.callbacks)
+        self._of_step: Exception | None = None  # the last error in the computation of a step
 
         def unwritten(reason: str) -> None:
             done = "the last good one stays, and the training goes on"
@@ -295,8 +298,9 @@ class Trainer:
                 try:
                     status = self._steps()
                 except Exception as error:  # of a candidate of the trial, whose step is computed again
-                    untouched = parts.updater.num_begun == self._num_updates
-                    if self._trial is None or not untouched or not self._trial.refuses(error, self.state.step):
+                    again = error is self._of_step and parts.updater.num_begun == self._num_updates
+                    self._of_step = None  # its frames hold tensors
+                    if self._trial is None or not again or not self._trial.refuses(error, self.state.step):
                         raise
                     with contextlib.suppress(JobError):
                         self._buffers.restore()
@@ -320,8 +324,7 @@ class Trainer:
         self._records.write(last)
         outcome = self._between.conclude(self.state, status)
         if self._modes is not None:
-            self._modes.close()
-            outcome.trial = self._modes.report()
+            outcome.trial, outcome.plan = self._modes.close(), self._modes.plan
         callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
 
@@ -379,7 +382,8 @@ class Trainer:
                     computed = self._runner.run(
                         fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
                     )
-                except Exception:
+                except Exception as error:
+                    self._of_step = error
                     with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
                         self._buffers.restore()  # to the values of the last good step
                     raise
@@ -395,7 +399,8 @@ class Trainer:
                 continue
             try:
                 flight = self._late.launch(self.state, fetched, unread, self._report)
-            except Exception:
+            except Exception as error:
+                self._of_step = error
                 with contextlib.suppress(Exception):  # the first error is the reason to end
                     self._buffers.restore()
                     if unread is not None and isinstance(self._take(unread, followed=True), Flags):
@@ -437,7 +442,11 @@ class Trainer:
             error = followed.fetched.error
             return (FetchedStep(followed.fetched.step, error=error) if error is not None else None), agreement
         self._parts.updater.num_begun -= 1
-        self._late.repeat(flight, failures)
+        try:
+            self._late.repeat(flight, failures)
+        except Exception as error:
+            self._of_step = error
+            raise
         return None, None
 
     def _take(self, flight: StepInFlight, *, followed: bool) -> Flags | Agreement | None:

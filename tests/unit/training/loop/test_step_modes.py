@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.errors import PlanError
+from shoal.distributed.mesh import alone
+from shoal.errors import NonFiniteError, PeerError, PlanError, ShoalError, StorageError, UserCodeError
+from shoal.parallel.blocks.compiled import Regions
+from shoal.plans.plan import Plan
 from shoal.runs import step_trial
-from shoal.runs.step_trial import CHANNELS_LAST, StepTrial, TrialCandidate, read_trial
+from shoal.runs.step_trial import CHANNELS_LAST, StepMode, StepTrial, TrialCandidate, read_trial
 from shoal.training.loop import step_modes
 from shoal.training.loop.captured_step import Body, Recording
 from shoal.training.loop.step_modes import RunTrial, StepModes
+from shoal.training.setup.preflight import judged
 
 STEPS = 24
 LAST = "eager, channels last"
@@ -65,7 +70,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(tmp_path: Path) -> None:
 class Refusing(Replays):
     """Recorder of which every capture fails."""
 
-    def record(self, body: Body, draws: Any) -> Recording:
+    def record(self, body: Body) -> Recording:
         raise RuntimeError("no graph today")
 
 
@@ -128,3 +133,62 @@ def test_the_same_turns_have_the_same_bits_and_evaluations_follow() -> None:
     assert run.trial.chosen == LAST
     assert course(RunTrial(run.trial), **pictured(fails=False)).weights == found.weights
     assert course(None, **pictured(fails=False)).weights != found.weights
+
+
+def undecided(mesh: Any, run: RunTrial) -> StepModes:
+    """The modes of a run that needs nothing but its plan and mesh."""
+    late: Any = SimpleNamespace(why_no_graph=None)
+    parts: Any = SimpleNamespace(plan=judged(job(), Plan()).plan, mesh=mesh)
+    return StepModes(parts, late, late, lambda note: None, run)
+
+
+def test_a_turn_that_an_earlier_start_has_not_decided_is_repeated(tmp_path: Path) -> None:
+    run = tried(CHANNELS_LAST, folder=tmp_path)
+    modes = undecided(alone(torch.device("cpu")), run)
+    modes.go_to(3)
+    assert modes.ends_at == 6
+    assert [(turn.mode, turn.after, turn.until) for turn in run.trial.turns] == [("eager", 0, 3), ("eager", 3, 6)]
+    assert read_trial(tmp_path / "trial.json") == run.trial
+
+
+@pytest.mark.parametrize(
+    ("error", "everywhere", "kinds"),
+    [
+        (RuntimeError("of this rank"), False, ()),
+        (UserCodeError(given="", conflict="", remedy=""), False, ()),
+        (PeerError(given="", conflict="", remedy=""), True, ("UserCodeError", "DataError")),
+        (StorageError(given="", conflict="", remedy=""), True, ()),
+        (NonFiniteError(given="", conflict="", remedy=""), True, ()),
+    ],
+    ids=["one rank", "user code of one rank", "data of another rank", "a disk", "a loss"],
+)
+def test_no_error_but_a_modes_own_on_every_rank_leaves_a_candidate_out(
+    error: Exception, everywhere: bool, kinds: tuple[str, ...]
+) -> None:
+    """The mesh has no collectives: a call of one would fail."""
+    run = tried(CHANNELS_LAST)
+    modes = undecided(SimpleNamespace(world_size=2), run)
+    run.trial.decide(1.0)
+    modes._mode = StepMode.named(LAST)
+    if isinstance(error, ShoalError):
+        error.everywhere, error.kinds = everywhere, frozenset(kinds)
+    assert not modes.refuses(error, 4)
+    assert run.trial.candidates
+
+
+def test_a_metric_that_fails_in_a_candidates_turn_ends_the_run() -> None:
+    def broken(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no metric today")
+
+    run = tried(CHANNELS_LAST)
+    found = course(run, **pictured(fails=False), eval_data=IMAGES, metrics={"broken": broken})
+    assert "no metric today" in found.error
+    assert CHANNELS_LAST not in run.trial.verdicts
+
+
+def test_compiled_steps_of_which_nothing_was_compiled_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_modes, "compile_blocks", lambda *given, **more: Regions())
+    run = tried("compiled")
+    assert course(run).weights == course(None).weights
+    assert run.trial.verdicts["compiled"].reason == "left out: torch compiles no part of the model"
+    assert run.trial.chosen == "eager"
