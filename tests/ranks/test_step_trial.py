@@ -91,7 +91,7 @@ def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(tmp_path: Path) -
     ended = run(tried(tmp_path, "fails", devices=2, settings={"fails": True}))
     assert trial(ended)["chosen"] == "eager"
     assert "not with channels last" in trial(ended)["candidates"]["channels last"]["reason"]
-    assert [(one["mode"], one["until"]) for one in turns(tmp_path / "fails")] == [("eager", 3), (LAST, 4)]
+    assert [(one["mode"], one["until"]) for one in turns(tmp_path / "fails")] == [("eager", 3), (LAST, 5)]
     assert ended.result["steps"] == 30
     given = ("--step", str(tmp_path / "fails" / "trial.json"))
     assert weights(run(tried(tmp_path, "again", *given, devices=2, home="none"))) == weights(ended)

@@ -467,7 +467,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         _note_overridden_files(of_call, job, saved)
     course, origins = course_of(options, saved)
     step = course.step if course.step in STEPS else None
-    given_turns = Path(options.step) if (options.step or "").endswith(".json") else None
+    given_turns = Path(options.step) if options.step is not None and options.step.endswith(".json") else None
     if given_turns is not None and options.resume:
         raise CommandError(
             given=f"--step {given_turns} --resume",
