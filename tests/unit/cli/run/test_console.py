@@ -85,7 +85,7 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
         def note(self, text: str) -> None:
             lines.append(text)
 
-    nothing = dict.fromkeys(("ended_early", "prediction", "server"))
+    nothing = dict.fromkeys(("ended_early", "prediction", "server", "compile_seconds"))
     result: Any = SimpleNamespace(
         status="preempted", steps=3, wall_seconds=1.0, metrics={"share": None}, eval_samples=8, **nothing
     )
