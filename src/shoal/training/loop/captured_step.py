@@ -107,7 +107,7 @@ class StepGraph:
         scoped = self._microbatches if shape.policy.randomness == "scoped" else []
         self._draws = [CapturedScope(parts.job.seed, one.grains, device, parts.computer.names) for one in scoped]
         self._recording: Recording | None = None
-        self._error: Exception | None = None  # of this rank's passes, while other ranks sum
+        self._errors = list[Exception]()  # of this rank's passes, while other ranks sum
         self._lasting = [tensor.detach() for tensor in lasting_tensors(parts)]  # their memory must not be reused
         self._addresses = addresses(self._lasting)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
@@ -149,9 +149,10 @@ class StepGraph:
         Collective: all ranks, as some steps, with a JSON gather after each.
         """
         results: tuple[Tensor, ...] = ()
+        agreed = functools.partial(together, self._parts, self._errors)
         for number in range(_WARM_UPS):
             first = number == 0
-            with self._together():
+            with agreed():
                 fill()
                 before = all_generators()
                 # Under a dispatch mode torch.compile compiles nothing: then the capture itself has to find what fails.
@@ -159,7 +160,7 @@ class StepGraph:
                 results = recorder.warm_up(self.body, contextlib.nullcontext() if is_free else CaptureRules())
                 if not (first and self._draws) and all_generators() != before:
                     raise NotCapturableError("it draws random numbers outside of torch's functions")
-        with self._together():
+        with agreed():
             if not self.fits():
                 raise NotCapturableError("its forward puts other tensors in the place of buffers")
             if any(results[-1].tolist()):
@@ -168,32 +169,12 @@ class StepGraph:
             self._recording = recorder.record(self.body)
             self._gradients = [(p, p.grad) for p in self._parts.parameters]
             self._trained = next((pair for pair in self._gradients if pair[1] is not None), None)
-        with self._together():
+        with agreed():
             fill()
             self._recording.replay()
             pairs = zip(results[0].tolist(), self.outputs[0].tolist(), strict=True)
             if not all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
                 raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise on every rank if the body raises on any, or if this rank's passes have failed. Collective: all ranks.
-
-        The gather is also the barrier around a capture that NCCL needs.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        error, self._error = error or self._error, None
-        if self._parts.mesh.world_size > 1:
-            reasons = self._parts.mesh.gather_json(None if error is None else reason_of(error, self._parts.model))
-            other = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
-            if other is not None:
-                raise NotCapturableError(other) from error
-        if error is not None:
-            raise error
 
     def replay(self) -> None:
         """Replay the step that was filled in. Gradients are in `parameter.grad` as after the capture."""
@@ -233,7 +214,8 @@ class StepGraph:
         except Exception as error:
             if parts.mesh.world_size == 1 or is_lost_peer(error):
                 raise
-            self._error, flags = error, Flags(errors=1)  # the other ranks wait for this rank's sums
+            self._errors.append(error)
+            flags = Flags(errors=1)  # the other ranks wait for this rank's sums
         queued = passes.queue(flags, NO_ROW)
         rates = narrow[1:].unbind() if parts.job.schedule is not None else None
         step = functools.partial(parts.updater.stepper.queue_step, rates=rates, captures=True)
@@ -384,16 +366,19 @@ class CapturedStep:
         parts, step = self._parts, loaded[0].microbatch.step
         self._num_captures += 1
         try:
-            if self._num_captures > _MOST_CAPTURES:
-                raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
-            leaves = [leaf for _, leaves, _ in shape.microbatches for leaf in leaves]
-            odd = next((leaf for leaf in leaves if not isinstance(leaf, tuple | int | float | str | None)), None)
-            if odd is not None:
-                raise NotCapturableError(f"a batch has a {type(odd).__name__} in it: use tensors and numbers")
-            if shape.policy.randomness == "opaque":
-                raise NotCapturableError("the model draws at random in ways that cannot be told apart by grain")
-            graph = StepGraph(parts, shape, loaded)
-            with parts.clock.paused(), unchanged(parts):
+            with contextlib.ExitStack() as stack:
+                with together(parts):
+                    if self._num_captures > _MOST_CAPTURES:
+                        raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
+                    leaves = [leaf for _, leaves, _ in shape.microbatches for leaf in leaves]
+                    odd = next((leaf for leaf in leaves if not isinstance(leaf, tuple | int | float | str | None)), None)
+                    if odd is not None:
+                        raise NotCapturableError(f"a batch has a {type(odd).__name__} in it: use tensors and numbers")
+                    if shape.policy.randomness == "opaque":
+                        raise NotCapturableError("the model draws at random in ways that cannot be told apart by grain")
+                    graph = StepGraph(parts, shape, loaded)
+                    stack.enter_context(unchanged(parts))
+                stack.enter_context(parts.clock.paused())
                 graph.capture(self._recorder, lambda: graph.fill(loaded, scale, True))
         except Exception as error:  # an error of the model recurs in the ordinary step, which reports it
             if is_out_of_memory(error):
@@ -424,6 +409,30 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
         if name is not None and Path(frame.f_code.co_filename) != Path(nn.modules.module.__file__):
             place = f" (in {name}, {Path(frame.f_code.co_filename).name}:{line})"
     return reason + place
+
+
+@contextlib.contextmanager
+def together(parts: TrainingParts, errors: list[Exception] | None = None) -> Iterator[None]:
+    """Raise on every rank if the body raises on any. Collective: all ranks.
+
+    The gather is also the barrier around a capture that NCCL needs. `errors`: further errors of this rank so far, which
+    are removed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if errors:
+        error = error or errors[0]
+        errors.clear()
+    if parts.mesh.world_size > 1:
+        reasons = parts.mesh.gather_json(None if error is None else reason_of(error, parts.model))
+        other = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
+        if other is not None:
+            raise NotCapturableError(other) from error
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager

@@ -39,7 +39,6 @@ from shoal.numerics.gradient_norm import (
     norm_parts,
     norm_tensor,
     rounded,
-    rounded_tensor,
     settled,
 )
 from shoal.numerics.precision import LossScale
@@ -678,17 +677,18 @@ class Updater:
         else:  # the host adds them up
             norms = norm_parts(counted)
         total, weight = sums.sums[TOTAL], sums.sums[WEIGHT]
-        check, scale = bad.new_empty(2).unbind()
-        torch.mul(total, weight.rsqrt(), out=check)  # the root of a weight of 0 or below is not finite
+        mean, log, scale = bad.new_empty(3).unbind()
+        torch.div(total, weight, out=mean)
+        torch.log(weight, out=log)  # finite for a weight that is positive and finite
         torch.reciprocal(weight * factor, out=scale)
-        checks = [check]
+        checks = [mean, log]
         if sums.fails:
             checks.append((1.0 - sums.failures).log().float())
-        if divided:  # gradients of other ranks
+        if divided or clip_norm is not None:  # gradients of other ranks, and squares out of range
             checks.append(norms[0].float())
         if clip_norm is not None:
             wide = (weight * factor).reciprocal()
-            norm = rounded_tensor(norms[0]) * wide.abs()
+            norm = checks[-1].double() * wide.abs()
             scale = wide * (torch.full_like(norm, clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
             scale = scale.float()
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients, *checks], bad, scale)

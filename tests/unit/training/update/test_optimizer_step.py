@@ -15,6 +15,7 @@ from shoal.errors import JobError, LossError, UserCodeError
 from shoal.jobs.job import Job, Progress, warmup_cosine
 from shoal.numerics.generators import all_generators
 from shoal.numerics.precision import LossScale
+from shoal.parallel.base import NUM_SUMS, TOTAL, WEIGHT, QueuedSums
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -424,3 +425,18 @@ def test_a_parameter_that_is_replaced_after_some_steps_is_refused_by_its_name() 
         step(stepped)
     with pytest.raises(JobError, match="the parameter 2 of the optimizer's group 0"):
         optimizer_state(optimizer, made)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("weight", "factor"), [(4.0, 1.0), (math.inf, 1.0), (0.0, 1.0), (-1.0, 1.0), (4.0, 1e25)])
+def test_a_queued_update_is_masked_for_a_weight_or_a_norm_out_of_range(
+    weight: float, factor: float, clip: float | None
+) -> None:
+    """Squares of a large gradient of 1e25 leave float32's range, so the norm is computed on the host."""
+    made = nn.Linear(100, 100)
+    made.weight.grad, made.bias.grad = torch.full((100, 100), factor), torch.ones(100)
+    parameters = Parameters(made)
+    sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
+    sums[TOTAL], sums[WEIGHT], bad = 2.0, weight, torch.zeros(())
+    updater(parameters, clip).queue(QueuedSums(sums, torch.zeros(3), None, fails=False), bad, 1.0, lambda bad: None)
+    assert bool(bad) is (weight != 4.0 or (factor > 1.0 and clip is not None))
