@@ -371,7 +371,9 @@ class CapturedStep:
                     if self._num_captures > _MOST_CAPTURES:
                         raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
                     leaves = [leaf for _, leaves, _ in shape.microbatches for leaf in leaves]
-                    odd = next((leaf for leaf in leaves if not isinstance(leaf, tuple | int | float | str | None)), None)
+                    odd = next(
+                        (leaf for leaf in leaves if not isinstance(leaf, tuple | int | float | str | None)), None
+                    )
                     if odd is not None:
                         raise NotCapturableError(f"a batch has a {type(odd).__name__} in it: use tensors and numbers")
                     if shape.policy.randomness == "opaque":
