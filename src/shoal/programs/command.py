@@ -227,7 +227,10 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
 
 def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | None:
     """Replay the records in one process of the script. Return None, with a line for people, if that fails."""
-    process = Processes(script, folder / "replay", 1, script.batch, {"mode": "replay", "steps": 0, "of": str(folder)})
+    options: dict[str, Any] = {"mode": "replay", "steps": 0, "of": str(folder)}
+    if script.launcher != "python":  # scripts may insist on a GPU for each rank
+        options["world"] = devices
+    process = Processes(script, folder / "replay", 1, script.batch, options)
     process.finish()
     path = folder / "replay" / "replay.pt"
     if not path.exists():
