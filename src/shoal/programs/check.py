@@ -130,7 +130,7 @@ class Evidence:
 
 def findings_of(evidence: Evidence) -> list[Finding]:
     """Return all findings, the first in time and cause first."""
-    diverging = [
+    findings = [
         *_processes(evidence),
         *_data(evidence),
         *_initial(evidence),
@@ -140,7 +140,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
         *_schedule(evidence),
         *_updates(evidence),
     ]
-    return in_order(diverging)
+    return in_order(findings)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
@@ -417,6 +417,7 @@ def _reduction(
     scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
     failed: list[tuple[str, float, list[float]]] = []
     scaled = True  # whether each failed part is a multiple of the mean
+    unseen: list[str] = []
     for key in evidence.order:
         have = [step["gradients"].get(key) for step in steps]
         if all(g is None for g in have):
@@ -426,7 +427,7 @@ def _reduction(
         if any(place is not None for place in places) or any(g is None for g in own):
             own = [replayed.get(rank, {}).get(key) for rank in range(ranks)]
         if any(g is None for g in own):
-            evidence.coverage.leave_out(f"the reduction of {evidence.named(key)}: its local gradients were not seen")
+            unseen.append(evidence.named(key))
             continue
         mean = torch.stack([g.double() for g in own]).mean(0) / scale
         ratios: list[float] = []
@@ -445,6 +446,9 @@ def _reduction(
         if worst > evidence.tolerance:
             failed.append((key, worst, ratios))
             scaled = scaled and apart <= 5 * evidence.tolerance
+    if unseen:
+        many = f" and {len(unseen) - 1} other parameters" if len(unseen) > 1 else ""
+        evidence.coverage.leave_out(f"the reduction of {unseen[0]}{many}: its local gradients were not seen")
     if not failed:
         return
     key, worst, ratios = failed[0]
@@ -551,7 +555,9 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
             )
         result = evidence.replay["steps"][number] if evidence.replay and "steps" in evidence.replay else None
         if result is None or result["updated"] is None:
-            evidence.coverage.leave_out("updates by the script's own optimizer: it was not diverging in one process")
+            evidence.coverage.leave_out(
+                "updates by the script's own optimizer: one process of the script has none like it"
+            )
             continue
         for key, mine in result["updated"].items():
             before = evidence.before(number, key)
@@ -580,7 +586,7 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
 
 def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
     """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
-    diverging: list[Finding] = []
+    findings: list[Finding] = []
     compared = 0
     for number, steps in evidence.steps():
         if number >= len(record["steps"]):
@@ -593,7 +599,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         rates = [group["values"].get("lr") for group in steps[0]["groups"]]
         other = [group["values"].get("lr") for group in single["groups"]]
         if len(rates) == len(other) and not all(_close(a, b) for a, b in zip(rates, other, strict=True)):
-            diverging.append(
+            findings.append(
                 Finding(
                     number,
                     "schedule",
@@ -617,7 +623,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         if factors and max(e for _, e in ratios) > 5 * evidence.tolerance and min(factors) > 0.0:
             mean = sum(factors) / len(factors)
             if max(factors) / min(factors) < 1.0 + 10 * evidence.tolerance and abs(mean - 1.0) > 0.02:
-                diverging.append(
+                findings.append(
                     Finding(
                         number,
                         "loss",
@@ -629,7 +635,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
                 )
     if not compared:
         evidence.coverage.leave_out("the schedule's length: one process with the global batch reads other samples")
-    return diverging
+    return findings
 
 
 def _close(one: Any, other: Any) -> bool:

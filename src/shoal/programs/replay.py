@@ -88,24 +88,24 @@ class ScriptReplay:
     def _modules(self, recorded: list[dict[str, Any]], called: nn.Module) -> list[nn.Module | None]:
         """Return the script's own module for each recorded one, by class, parameter names and shapes."""
         candidates = [called] + [m for m in gc.get_objects() if isinstance(m, nn.Module) and m is not called]
-        own_ones: list[nn.Module | None] = []
+        modules: list[nn.Module | None] = []
         for about in recorded:
             same = [
                 m
                 for m in candidates
                 if type(m).__name__.removeprefix("FSDP") == about["class"].removeprefix("FSDP")
-                and not any(m is own for own in own_ones)
+                and not any(m is own for own in modules)
                 and [observer.plain_name(n) for n, _ in m.named_parameters()] == about["names"]
                 and [tuple(p.shape) for p in m.parameters()] == about["shapes"]
             ]
             if not same:
                 self.failures.append(f"{about['class']} is not there again in one process")
-            own_ones.append(same[0] if same else None)
-        return own_ones
+            modules.append(same[0] if same else None)
+        return modules
 
     def _optimizers(self, record: dict[str, Any], by_id: dict[int, str]) -> dict[int, Any]:
         """Return the script's own optimizer for each recorded one, by its class and parameters."""
-        own_ones: dict[int, Any] = {}
+        optimizers: dict[int, Any] = {}
         for place, name in enumerate(record["optimizers"]):
             groups = next((s["groups"] for s in record["steps"] if s.get("optimizer") == place), None)
             if groups is None:
@@ -114,11 +114,11 @@ class ScriptReplay:
             for optimizer in self._recorder.known.optimizers:
                 own = [[by_id.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
                 if type(optimizer).__name__ == name and own == wanted:
-                    own_ones[place] = optimizer
+                    optimizers[place] = optimizer
                     break
             else:
                 self.failures.append(f"no {name} of the same parameters is there in one process")
-        return own_ones
+        return optimizers
 
     @staticmethod
     def _load(
