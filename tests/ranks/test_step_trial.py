@@ -64,6 +64,31 @@ def test_the_fastest_mode_is_chosen_and_the_same_command_tries_nothing(tmp_path:
     assert "this run takes no turns: exact mode" in " ".join(exact.stderr.split())
 
 
+def test_turns_that_cannot_be_followed_are_refused_or_tried_anew(tmp_path: Path) -> None:
+    text = (run(tried(tmp_path, "first")).expect(0).out / "trial.json").read_text()
+    given = tmp_path / "graph.json"
+    given.write_text(text.replace(LAST, "graph"))
+    [record] = (tmp_path / "cache").rglob("*-steps.json")
+    records = record.read_text()
+    record.write_text(records.replace(LAST, "graph"))
+    refused, anew = run_all([tried(tmp_path, "refused", "--step", str(given)), tried(tmp_path, "anew")])
+    assert "graph: no step is captured on cpu" in " ".join(refused.expect(2).stderr.split())
+    assert trial(anew)["reason"] == "the fastest of those that were tried"
+    assert record.read_text() == records
+
+
+def test_a_recorded_trial_that_is_unfinished_is_finished_and_recorded(tmp_path: Path) -> None:
+    first = run(tried(tmp_path, "first")).expect(0)
+    [record] = (tmp_path / "cache").rglob("*-steps.json")
+    text = record.read_text()
+    [(name, known)] = json.loads(text).items()
+    unfinished = {"turns": [{**known["turns"][0], "seconds": None}], "verdicts": {}, "chosen": None, "best": "eager"}
+    unfinished["candidates"] = [{"name": "channels last"}]
+    record.write_text(json.dumps({name: {**known, **unfinished}}))
+    assert weights(run(tried(tmp_path, "second"))) == weights(first)
+    assert json.loads(record.read_text())[name]["chosen"] == LAST
+
+
 def test_two_equal_commands_under_load_have_equal_bits(tmp_path: Path) -> None:
     """Measured for real, beside a program that keeps the cores busy in the first run only."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
