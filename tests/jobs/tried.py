@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.runs import step_trial
 from shoal.training.loop import step_modes
+from shoal.training.loop.trainer import Trainer
 from shoal.training.setup import step_choice
 
 step_trial.WARM_UPS, step_trial.LEAST_STEPS, step_trial.LEAST_SECONDS, step_trial.FEWEST_STEPS = 1, 2, 0.0, 24
@@ -41,18 +42,22 @@ def classify(fails: bool, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]
 
 def clocked(fast: str, slow: str, dies: int) -> None:
     """Sets the clock of all steps of this process."""
-    now, take = 0.0, step_modes.StepModes.take
+    now, take, advance = 0.0, step_modes.StepModes.take, Trainer._advance
 
     def taken(modes: step_modes.StepModes, step: int) -> None:
         nonlocal now
         now += 0.5 if modes._mode.name == fast else 1.0
         now += 1.0 if modes._mode.name == slow and os.environ.get("RANK") == "1" else 0.0
-        mark = Path(os.environ.get("SHOAL_TEST_DIES", "/"))
-        if step == dies and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         take(modes, step)
 
+    def advanced(trainer: Trainer, *arguments: Any, **more: Any) -> None:
+        advance(trainer, *arguments, **more)
+        mark = Path(os.environ.get("SHOAL_TEST_DIES", "/"))
+        if trainer.state.step == dies and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer._advance = advanced  # type: ignore[method-assign]
     step_modes.StepModes.take = taken  # type: ignore[method-assign]
     step_modes.seconds_now = lambda: now
 
