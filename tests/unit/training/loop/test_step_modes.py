@@ -192,3 +192,12 @@ def test_compiled_steps_of_which_nothing_was_compiled_are_left_out(monkeypatch: 
     assert course(run).weights == course(None).weights
     assert run.trial.verdicts["compiled"].reason == "left out: torch compiles no part of the model"
     assert run.trial.chosen == "eager"
+
+
+def test_the_plan_has_a_prediction_in_its_first_mode_only() -> None:
+    modes = undecided(alone(torch.device("cpu")), tried(CHANNELS_LAST))
+    modes._parts.plan = predicted = modes._parts.plan.model_copy(update={"prediction": {"terms": {}}})  # type: ignore[misc]
+    assert modes.plan == predicted
+    modes._mode = StepMode.named(LAST)
+    assert modes.plan.prediction == {}
+    assert modes.plan.execution.channels_last
