@@ -63,10 +63,13 @@ class Sites:
         self._counts: Counter[str] = Counter()
         self._known: dict[int, tuple[Site, ...]] = {}  # by token
         self._token = torch.empty((), dtype=torch.int64)
-        self._inner = ""
+        self._inside = ""
 
-    def next(self, inner: Sequence[str] = ("",)) -> tuple[Site, ...]:
-        """Return the sites of the next draws: one for each module of `inner`, as in `GrainScope.keys_at`."""
+    def next(self, places: Sequence[str] = (), names: dict[str, list[str]] | None = None) -> tuple[Site, ...]:
+        """Return the sites of the next draws: one for each of some `places`, by default that of `inside`.
+
+        `names`: the places' names by the module whose forward runs, which this method completes.
+        """
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 token = int(self._token.random_())
@@ -74,11 +77,12 @@ class Sites:
             token = int(self._token.random_())
         sites = self._known.get(token)
         if sites is None:
-            outer, here = self.module(), []
-            for name in inner:
-                whole = ".".join([part for part in (outer, self._inner, name) if part])
-                here.append((whole, self._counts.get(whole, 0)))
-                self._counts[whole] = here[-1][1] + 1
+            outer, here, names = self.module(), [], {} if names is None else names
+            if outer not in names:
+                names[outer] = [self._name_at(place, outer) for place in places or [self._inside]]
+            for name in names[outer]:
+                here.append((name, self._counts.get(name, 0)))
+                self._counts[name] = here[-1][1] + 1
             sites = self._known[token] = tuple(here)
         return sites
 
@@ -93,14 +97,33 @@ class Sites:
             frame = frame.f_back
         return ""
 
+    def places(self) -> dict[str, str]:
+        """Return the places of the model's modules by their ids in digits, for a region that equal modules share.
+
+        A place is the name within the module whose forward runs, or "/" and the whole name if it is not within that.
+        """
+        outer = self._called(self.module())
+        inner = {} if outer is None else {module: name for name, module in outer.named_modules()}
+        return {str(id(module)): inner.get(module, f"/{name}") for module, name in self._names.items()}
+
+    def _name_at(self, place: str, outer: str) -> str:
+        """Return the name of the module at a place, which is the first name of a module that has several."""
+        if place.startswith("/") or not place:
+            return place[1:] or outer
+        module = self._called(outer)
+        return place if module is None else self._names.get(module.get_submodule(place), outer)
+
+    def _called(self, name: str) -> nn.Module | None:
+        return next((module for module, own in self._names.items() if own == name), None)
+
     @contextlib.contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """Attribute draws to a module by its name within the module whose forward runs, as a compiled region has to."""
-        before, self._inner = self._inner, name
+    def inside(self, place: str) -> Iterator[None]:
+        """Attribute draws to the module at a place, as a compiled region has to."""
+        before, self._inside = self._inside, place
         try:
             yield
         finally:
-            self._inner = before
+            self._inside = before
 
     def pass_over(self, counts: Mapping[str, int]) -> None:
         """Count draws, by module, that are not computed here."""
@@ -198,15 +221,17 @@ class GrainScope(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return not self.sites.is_undisturbed or (python_generators(), device_generators()) != self._outside
 
-    def keys_at(self, inner: Sequence[str], device: torch.device) -> Tensor:
-        """Return the rows' keys for one draw of each of several modules, int32 [draws, 2, rows], and count the draws.
+    def keys_at(
+        self, places: Sequence[str], device: torch.device, names: dict[str, list[str]] | None = None
+    ) -> Tensor:
+        """Return the rows' keys for one draw at each of several places, int32 [draws, 2, rows], and count the draws.
 
-        `inner`: the modules' names from the module on whose forward runs; "" is that module itself.
+        `names`: as in `Sites.next`.
         """
         self._refuse_older()
-        self.calls += len(inner)
+        self.calls += len(places)
         with torch._C.DisableTorchFunction():
-            return torch.stack([self.keys.at(site, device) for site in self.sites.next(inner)])
+            return torch.stack([self.keys.at(site, device) for site in self.sites.next(places, names)])
 
     def words(self, rows: int, elements: int, device: torch.device) -> Tensor:
         """Return 32 random bits for each element of each row, int32 [rows, elements], for the next operation.

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import PlanError, SettingWarning
 from shoal.hardware.detect import cache_folder
 from shoal.numerics.batch_statistics import BATCH_NORM, normalised_at_once
-from shoal.numerics.grain_randomness import NotFusibleError, active_scope, belongs_to_grains
+from shoal.numerics.grain_randomness import NotFusibleError, Sites, active_scope, belongs_to_grains
 from shoal.numerics.precision import Precision
 from shoal.numerics.traced_draws import calls_by_keys, drawn_by_keys
 from shoal.parallel.blocks.recompute import recomputed
@@ -41,6 +41,7 @@ from shoal.plans.plan import Plan
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
+_PLACE = "place"  # entry of a node: the place of the module that calls it, as in `Sites.places`
 # Blocks that differ in a number (such as the layer's index) compile separately, and count against one limit.
 _MOST_GRAPHS = 128
 Function = Callable[..., Any]
@@ -66,6 +67,7 @@ class Regions:
         self.cuts: set[str] = set()
         self.blocks: Sequence[str] = ()
         self.whole: Region | None = None  # the loss with the model, as a function of (model, batch)
+        self.sites: Sites | None = None  # of the last call of a region; while torch compiles, no scope is active
         self.exact, self._prepare = exact, compiler
         self._compiler: Function | None = None
         self._backends: dict[tuple[int, ...] | None, Backend] = {}
@@ -86,13 +88,16 @@ class Regions:
         finally:
             self.enabled = before
 
-    def around(self, name: str, forward: Function, instead: Function | None = None, *, is_whole: bool = True) -> Region:
+    def around(
+        self, name: str, forward: Function, instead: Function | None = None, *, apart: _Apart | None = None
+    ) -> Region:
         """Return a forward as a region.
 
-        `instead`: called if torch cannot capture it. `is_whole`: False if torch may leave out what it cannot capture.
+        `instead`: called if torch cannot capture it. `apart`: what it calls outside of its graphs; without one it is
+        one graph.
         """
         self.names.append(name)
-        return Region(name, forward, self, instead, is_whole)
+        return Region(name, forward, self, instead, apart)
 
     def backend(self, sizes: tuple[int, ...] | None) -> Backend:
         """Return the backend for a microbatch of grains of these sizes, or without a GrainScope if None.
@@ -152,8 +157,8 @@ def compile_blocks(
             if not any(name.startswith(f"{other}.") for other, _ in rest):
                 owner.forward = regions.around(name, owner.forward)
         if loss is not None and not plan.shards_model:  # torch would trace the hooks that gather the parameters
-            model.forward = _Apart(model.forward)
-            own = regions.around("the loss", loss, is_whole=False)
+            model.forward = apart = _Apart(model.forward)
+            own = regions.around("the loss", loss, apart=apart)
             if regions.whole is None:
                 regions.whole = own
             else:
@@ -233,13 +238,27 @@ def _is_apart(name: str, modules: Collection[str]) -> bool:
 
 
 class _Apart:
-    """Forward that is called from a region and is no part of it."""
+    """Forward that is called from a region and is no part of it.
+
+    `results`: of the calls from the region that runs now. `draws`: their number of draws. `again`: results that the
+    next calls return, because the region has failed after them and runs once more.
+    """
 
     def __init__(self, forward: Function) -> None:
-        self.forward = forward
+        self.forward, self.draws = forward, 0
+        self.results, self.again = list[Any](), list[Any]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.compiler.disable(_under_scope(self.forward))(*args, **kwargs)
+        return torch.compiler.disable(self._called)(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if self.again:
+            return self.again.pop(0)
+        scope = active_scope()
+        before = scope.calls if scope is not None else 0
+        self.results.append(_under_scope(self.forward)(*args, **kwargs))
+        self.draws += scope.calls - before if scope is not None else 0
+        return self.results[-1]
 
 
 class Region:
@@ -250,10 +269,15 @@ class Region:
     """
 
     def __init__(
-        self, name: str, forward: Function, regions: Regions, instead: Function | None = None, is_whole: bool = True
+        self,
+        name: str,
+        forward: Function,
+        regions: Regions,
+        instead: Function | None = None,
+        apart: _Apart | None = None,
     ) -> None:
         self.name, self.forward, self._regions, self._instead = name, forward, regions, instead
-        self._is_whole = is_whole
+        self._apart = apart
         self._compiled: dict[tuple[int, ...] | None, Function] = {}
         self._given_up = False
 
@@ -268,23 +292,25 @@ class Region:
         if is_eager or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         scope = active_scope()
-        sizes = scope.sizes if scope is not None else None
+        sizes, regions.sites = (scope.sizes, scope.sites) if scope is not None else (None, None)
         call = self._compiled.get(sizes)
         if call is None:
             regions.notice()
             # With a graph per shape, the kernels of exact mode do not depend on the shapes seen before.
             dynamic = False if regions.exact else None
-            backend, whole = regions.backend(sizes), self._is_whole
-            call = torch.compile(self.forward, backend=backend, fullgraph=whole, dynamic=dynamic)
+            backend, is_whole = regions.backend(sizes), self._apart is None
+            call = torch.compile(self.forward, backend=backend, fullgraph=is_whole, dynamic=dynamic)
             self._compiled[sizes] = call
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
+        apart, drawn = self._apart or _Apart(self.forward), scope.calls if scope is not None else 0
+        apart.draws = 0
         # torch compiles nothing under a dispatch mode; no mode has to see inside a region.
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
         try:
             with torch._C.DisableTorchFunction(), modes:
                 return call(*args, **kwargs)
-        except TorchDynamoException as error:  # raised before anything was computed
+        except TorchDynamoException as error:  # raised before a graph was computed
             if isinstance(error, BackendCompilerFailed) and not isinstance(error.inner_exception, _HiddenError):
                 raise _failed(error) from error
             why = f"{type(error).__name__}: {_first_lines(error)}"
@@ -294,11 +320,20 @@ class Region:
                     conflict=f"it cannot be compiled, or not for one more shape: {why}",
                     remedy="write execution.compile = 'none', or give it batches of fewer different shapes",
                 ) from error
+            if scope is not None and scope.calls - drawn > apart.draws:
+                raise PlanError(
+                    given=f"a plan with execution.compile, and {self.name}",
+                    conflict=f"a part of it cannot be compiled, after another has drawn random numbers: {why}",
+                    remedy="write execution.compile = 'none'",
+                ) from error
+            apart.again = apart.results.copy()
             self._given_up = True
             regions.names = [name for name in regions.names if name != self.name]
             warnings.warn(f"{self.name} is not compiled: {why}", SettingWarning, stacklevel=2)
             if self._instead is not None:
                 self._instead()
+        finally:
+            apart.results.clear()
         return self.forward(*args, **kwargs)
 
 
@@ -339,29 +374,33 @@ class Backend:
                         node.target, node.args, node.kwargs = normalised_at_once, (self.sizes, given), {}
                 if own is not graph and node.op.startswith("call_") and _needs_scope(node):
                     raise _HiddenError(f"{node.target} within a function that is one operation of the graph")
-        own_graph, places = torch.fx.Graph(), dict[torch.fx.Node, Any]()  # Dynamo reads the inputs of its graph again
-        own_graph.output(own_graph.graph_copy(graph.graph, places))
-        for before, after in places.items():
+        own_graph, copies = torch.fx.Graph(), dict[torch.fx.Node, Any]()  # Dynamo reads the inputs of its graph again
+        own_graph.output(own_graph.graph_copy(graph.graph, copies))
+        places = self.regions.sites.places() if self.regions.sites is not None else {}
+        for before, after in copies.items():
             if before.op == "placeholder":
                 after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
+            # Eager draws belong to the innermost module that has a name, too.
+            calls = [key.partition("@")[0] for key in before.meta.get("nn_module_stack", {})]
+            after.meta[_PLACE] = next((places[call] for call in reversed(calls) if call in places), "")
         graph = torch.fx.GraphModule(graph, own_graph)
         sites = self._draw_by_keys(graph)
         if not sites:
             return self._in_parts(graph, inputs)
         keys = [node.meta["example_value"] for node in sites]
-        names, call = list(sites.values()), self._in_parts(graph, [*inputs, *keys])
+        names, drawing, call = dict[str, list[str]](), list(sites.values()), self._in_parts(graph, [*inputs, *keys])
 
         def run(*args: Any) -> Any:
             scope = active_scope()
             assert scope is not None
             with torch._C._EnableTorchFunction():
-                own_keys = scope.keys_at(names, keys[0].device).unbind()
+                own_keys = scope.keys_at(drawing, keys[0].device, names).unbind()
             return call(*args, *own_keys)
 
         return run
 
     def _draw_by_keys(self, graph: torch.fx.GraphModule) -> dict[torch.fx.Node, str]:
-        """Replace random operations by functions of keys. Return the inputs for the keys with the drawing modules."""
+        """Replace random operations by functions of keys. Return the inputs for the keys with the drawing places."""
         from torch._dynamo.source import SyntheticLocalSource
 
         sites: dict[torch.fx.Node, str] = {}
@@ -380,15 +419,15 @@ class Backend:
                     count = calls_by_keys(function, self.sizes, key, args, kwargs)
             draws.append((node, function, count, key))
         # Draws of one module count up in their order, so all of them have keys or none.
-        without = {".".join(_modules(node)) for node, _, count, _ in draws if not count}
+        without = {node.meta[_PLACE] for node, _, count, _ in draws if not count}
         for node, function, count, key in draws:
-            module, keys = ".".join(_modules(node)), []
-            for _ in range(count if module not in without else 0):
+            place, keys = node.meta[_PLACE], []
+            for _ in range(count if place not in without else 0):
                 with graph.graph.inserting_after(last):
                     last = graph.graph.placeholder(f"keys_{len(sites)}")
                 last.meta["example_value"] = key
                 last._dynamo_source = SyntheticLocalSource(last.name)
-                sites[last] = module
+                sites[last] = place
                 keys.append(last)
             if keys:
                 drawn = torch._dynamo.allow_in_graph(drawn_by_keys(function, self.sizes))
@@ -399,15 +438,17 @@ class Backend:
     def _in_parts(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
         """Return a graph as a callable: compiled, or its parts compiled or called under the scope."""
         parts: dict[torch.fx.Node, int] = {}
-        kinds: list[tuple[bool, str]] = []  # of each part: whether it runs under the scope, and the module or block
+        kinds: list[tuple[bool, str]] = []  # of each part: whether it runs under the scope, and the place or block
         for node in graph.graph.nodes:
             if not node.op.startswith("call_"):
                 continue
-            name = ".".join(_modules(node))
-            block = next((b for b in self.regions.blocks if f".{b}." in f".{name}."), "")
-            kind = (True, name) if _needs_scope(node) else (False, block)
+            stack, place = list(node.meta.get("nn_module_stack", {}).values()), node.meta[_PLACE]
+            path = stack[-1][0] if stack else ""
+            block = next((b for b in self.regions.blocks if f".{b}." in f".{path}."), "")
+            kind = (True, place) if _needs_scope(node) else (False, block)
             if kind[0]:
-                self.regions.cuts.add(f"{getattr(node.target, '__name__', node.target)} in {name or 'the forward'}")
+                name = place.lstrip("/") or "the forward"
+                self.regions.cuts.add(f"{getattr(node.target, '__name__', node.target)} in {name}")
             if not kinds or kinds[-1] != kind:
                 kinds.append(kind)
             parts[node] = len(kinds) - 1
@@ -415,14 +456,18 @@ class Backend:
             compiled: Function = self.compiler(graph, inputs)
             return compiled
         if any(getattr(node.target, "__name__", "") in _STATES for node in parts):
-            return _under_scope(graph.forward)
+            for node in filter(_needs_scope, parts):
+                function = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+                node.op, node.target = "call_function", _under_scope(function, node.meta[_PLACE])
+            graph.recompile()
+            return _source(graph)
         from torch.fx.passes.split_module import split_module
 
         whole: torch.fx.GraphModule = split_module(graph, nn.Module(), lambda node: parts[node])
         for name, child in list(whole.named_children()):
             assert isinstance(child, torch.fx.GraphModule)
-            is_cut, module = kinds[int(name.rpartition("_")[2])]
-            child.forward = _under_scope(_source(child), module) if is_cut else self._compile(child)
+            is_cut, place = kinds[int(name.rpartition("_")[2])]
+            child.forward = _under_scope(_source(child), place) if is_cut else self._compile(child)
         return _source(whole)
 
     def _compile(self, graph: torch.fx.GraphModule) -> Function:
@@ -457,22 +502,16 @@ def _needs_scope(node: torch.fx.Node) -> bool:
     return belongs_to_grains(target, node.args, node.kwargs)
 
 
-def _modules(node: torch.fx.Node) -> list[str]:
-    """Return the parts of the name of the module whose forward calls an operation, from the region's own module on."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0].rpartition("]")[2].split(".")[1:] if stack else []
-
-
 def _source(graph: torch.fx.GraphModule) -> Function:
     """Return the graph's forward. Reading `code` makes torch write it: until then forward is a placeholder."""
     assert graph.code
     return graph.forward
 
 
-def _under_scope(call: Function, module: str = "") -> Function:
+def _under_scope(call: Function, place: str = "") -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         scope = active_scope()
-        with torch._C._EnableTorchFunction(), scope.sites.inside(module) if scope else contextlib.nullcontext():
+        with torch._C._EnableTorchFunction(), scope.sites.inside(place) if scope else contextlib.nullcontext():
             return call(*args, **kwargs)
 
     return run

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from examples.models import GPT, LeNet, ResNet18
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.errors import SettingWarning
@@ -217,7 +218,7 @@ def eagerly(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return call
 
 
-def computed(model: nn.Module, function: Callable[..., Any], batch: Any, sizes: tuple[int, ...]) -> list[Tensor]:
+def computed(model: nn.Module, function: Any, batch: Any, sizes: tuple[int, ...]) -> list[Tensor]:
     model.zero_grad()
     with scope(model, *sizes) as own:
         total, _ = function(model, batch)
@@ -226,7 +227,7 @@ def computed(model: nn.Module, function: Callable[..., Any], batch: Any, sizes: 
     return [total.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
-@pytest.mark.parametrize("sizes", [(8,), (4, 4), (5, 3), (3, 3, 2)])
+@pytest.mark.parametrize("sizes", [(5, 3), *(pytest.param(sizes, marks=SLOW) for sizes in [(8,), (4, 4), (3, 3, 2)])])
 @pytest.mark.parametrize("make", [perceptron, convolutions, encoder])
 def test_masks_gradients_and_buffers_are_the_eager_ones(make: Callable[[], nn.Module], sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -237,6 +238,66 @@ def test_masks_gradients_and_buffers_are_the_eager_ones(make: Callable[[], nn.Mo
     whole = regions.around("the whole", loss)
     torch.testing.assert_close(computed(model, whole, batch, sizes), expected, rtol=1e-4, atol=1e-5)
     assert not regions.cuts
+
+
+class Listed(nn.Module):
+    """Dropouts in a plain list have no name of their own: [N, 8] -> [N, 8]."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.shared, self.dropouts = nn.Linear(8, 8), shared, [nn.Dropout(0.3), nn.Dropout(0.5)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dropout in self.dropouts:
+            x = dropout(self.shared(self.linear(x)))
+        return x
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_draws_belong_to_the_first_name_of_a_module_or_to_a_module_around_it(by_block: bool) -> None:
+    """Two blocks share a dropout, whose first name is of the block that is called last."""
+    shared, sizes = nn.Dropout(0.25), (5, 3)
+    model = nn.ModuleDict({"head": Listed(shared), "body": nn.Sequential(Listed(shared), Listed(shared))})
+
+    def backwards(model: Any, batch: Tensor) -> Any:
+        return model["head"](model["body"](batch)).square().sum(), 1
+
+    sites = []
+    for function in (backwards, Regions(lambda: eagerly).around("the whole", backwards)):
+        if by_block and function is not backwards:
+            function, regions = backwards, Regions(lambda: eagerly)
+            for block in (model["head"], *model["body"]):
+                block.forward = regions.around("a block", block.forward)
+        with scope(model, *sizes) as own:
+            total, _ = function(model, torch.ones(ROWS, 8))
+        sites.append((float(total.detach()), [site for drawn in own.sites.in_order for site in drawn]))
+    eager, regional = sites
+    assert sorted(regional[1]) == sorted(eager[1])
+    assert {name for name, _ in eager[1]} == {"head", "head.shared", "body.0", "body.1"}
+    assert regional[0] == pytest.approx(eager[0])
+
+
+class Recurring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.norm, self.drop = nn.LSTM(8, 5), nn.BatchNorm1d(5), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.lstm(x)[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.* is not compiled")
+def test_a_model_runs_once_if_the_loss_fails_after_it() -> None:
+    def hidden(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return checkpoint(lambda output: F.dropout(output).sum(), model(batch[0]), use_reentrant=False), ROWS
+
+    model, batch = Recurring(), (torch.randn(ROWS, 8), LABELS)
+    plain = copy.deepcopy(model)
+    expected = computed(plain, hidden, batch, (5, 3))
+    regions = compiled(model, hidden)
+    found = computed(model, regions.whole, batch, (5, 3))
+    assert all(map(torch.equal, found, expected))
+    assert regions.names == []
 
 
 def test_hooks_on_parameters_are_called_and_the_switch_leaves_no_graph() -> None:
