@@ -221,9 +221,7 @@ class GrainScope(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return not self.sites.is_undisturbed or (python_generators(), device_generators()) != self._outside
 
-    def keys_at(
-        self, places: Sequence[str], device: torch.device, names: dict[str, list[str]] | None = None
-    ) -> Tensor:
+    def keys_at(self, places: Sequence[str], device: torch.device, names: dict[str, list[str]] | None = None) -> Tensor:
         """Return the rows' keys for one draw at each of several places, int32 [draws, 2, rows], and count the draws.
 
         `names`: as in `Sites.next`.

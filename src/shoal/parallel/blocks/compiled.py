@@ -457,7 +457,7 @@ class Backend:
             return compiled
         if any(getattr(node.target, "__name__", "") in _STATES for node in parts):
             for node in filter(_needs_scope, parts):
-                function = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+                function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
                 node.op, node.target = "call_function", _under_scope(function, node.meta[_PLACE])
             graph.recompile()
             return _source(graph)
