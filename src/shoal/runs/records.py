@@ -248,6 +248,8 @@ class RunRecord:
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
     look_seconds: float | None = None  # for probes of the job, on rank 0
     compile_seconds: float | None = None  # in torch's compiler, on rank 0, if the plan compiles
+    # Operations that run uncompiled between parts of a compiled region, with their modules, on rank 0.
+    compile_cuts: list[str] | None = None
     resumed_from: int | None = None
     restarts: int = 0  # number in this call, after lost ranks
     ettr: float | None = None  # effective training time ratio of this call, 0 to 1: docs/recovery.md

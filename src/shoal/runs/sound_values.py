@@ -71,6 +71,7 @@ _RESULT: dict[str, Any] = {
     **dict.fromkeys(("look_seconds", "compile_seconds"), float | None),
     **dict.fromkeys(("error", "ended_by", "ended_early", "best", "compression", "computation"), _Table),
     "resumed_from": int | None,
+    "compile_cuts": list[str] | None,
     "metrics": dict[str, float | None],
     "versions": dict[str, str],
     "prediction": _Prediction | None,

@@ -287,6 +287,8 @@ def conclude(
         )
     if result.compile_seconds:
         reporter.note(f"  {result.compile_seconds:.1f} s in torch's compiler, most of it in the first step")
+        if result.compile_cuts:
+            reporter.note(f"  uncompiled between parts of a region: {', '.join(result.compile_cuts)}")
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
         reporter.note(f"  {as_line(result.prediction)}")
     if result.server is not None and result.server.get("warning"):

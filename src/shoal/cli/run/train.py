@@ -496,6 +496,7 @@ class Result:
             first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
             look_seconds=round(engine.computer.look_seconds, 6),
             compile_seconds=round(regions.seconds, 3) if (regions := engine.computer.regions).names else None,
+            compile_cuts=sorted(engine.computer.regions.cuts) or None,
             resumed_from=self.resumed_from,
             restarts=self.restarts,
             ettr=self.ettr(),

@@ -117,3 +117,20 @@ def test_a_float32_run_on_a_gpu_says_what_tensor_cores_would_bring(monkeypatch: 
         torch.backends.cuda.matmul.fp32_precision = before
     capability[0] = 7
     assert tensor_cores(predicted) == ""
+
+
+def test_the_end_of_a_compiled_run_names_what_ran_uncompiled(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Noted(Reporter):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    cuts = ["multinomial in block.0", "multinomial in block.1"]
+    nothing = dict.fromkeys(("ended_early", "prediction", "server"))
+    result: Any = SimpleNamespace(
+        status="finished", steps=3, wall_seconds=1.0, metrics={}, compile_seconds=2.0, compile_cuts=cuts, **nothing
+    )
+    request = RunRequest(What(JobRequest(Path("job.py")), Plan()), Where(tmp_path), Course(), 0.0)
+    conclude(Noted(), result, request, "job")
+    assert f"  uncompiled between parts of a region: {', '.join(cuts)}" in lines
