@@ -38,6 +38,12 @@ class Certificate:
                 conflict=f"there is no certificate that can be read: {error}",
                 remedy="write one with: shoal verify JOBFILE ... --out DIR, and give DIR/certificate.json",
             ) from None
+        if document.get("kind") == "script":
+            raise CertificateError(
+                given=f"--require-certificate {path}",
+                conflict="it is of a training script that was verified as it is, not of a job",
+                remedy="verify the job: shoal verify JOBFILE ... --out DIR",
+            )
         if schema != SCHEMA:
             raise CertificateError(
                 given=f"{path} of schema {schema}",
