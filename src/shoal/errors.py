@@ -127,6 +127,11 @@ def say_note(text: str) -> None:
     print(folded(f"note: {text}"), file=sys.stderr, flush=True)
 
 
+def say_labelled(label: str, text: str) -> None:
+    """Print a line of a verdict: a label in a column of its own, and a text."""
+    print(folded(f"{label:<18} {text}", 19), flush=True)
+
+
 class CommandError(ShoalError, ValueError):
     """The command line asks for something that does not exist or contradicts itself."""
 

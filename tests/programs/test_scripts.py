@@ -86,7 +86,12 @@ def test_weights_that_change_outside_of_the_optimizer_are_a_note(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("raises", "there is no data"), ("untrained", "no optimizer of torch made a step")]
+    ("fault", "said"),
+    [
+        ("raises", "there is no data"),
+        ("untrained", "no optimizer of torch made a step"),
+        ("fsdp1", "parts of flat tensors"),
+    ],
 )
 def test_nothing_seen_is_an_error(fault: str, said: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from shoal.data.source import opened
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process, seed_loading
-from shoal.errors import ExitCode, PlanError, folded
+from shoal.errors import ExitCode, PlanError, folded, say_labelled
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load
@@ -42,9 +42,9 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
                 remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
             )
         steps, processes = several(num_steps, "step"), several(request.what.plan.num_processes, "process")
-        _say("verifying", f"{request.what.job.target}: {steps} on {processes}")
+        say_labelled("verifying", f"{request.what.job.target}: {steps} on {processes}")
         if request.what.plan.num_processes == 1:
-            _say("note", "one process is compared with one: say --devices N for a parallel run")
+            say_labelled("note", "one process is compared with one: say --devices N for a parallel run")
 
         assert request.what.judged is not None, "a request to verify is looked at"
         plan = request.what.judged.plan.uncompressed
@@ -63,7 +63,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         outcome = read_outcome(folder / "parallel")
         plan = plan.with_choices(shared=None if outcome.shares_memory else False)
         parallel_seconds = time.monotonic() - began
-        _say("parallel run", f"done after {parallel_seconds:.1f} s; computing the references")
+        say_labelled("parallel run", f"done after {parallel_seconds:.1f} s; computing the references")
         prepare_process(plan.execution.exact, cores())
         seed_loading()
         loaded = load(request.what.job)
@@ -74,16 +74,18 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
         mode = "exact" if plan.execution.exact else "fast"
         kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
-        _say("layout", f"{described(plan)}; {mode}; parameters {kind}; {several(verdict.num_steps, 'step')}")
+        say_labelled("layout", f"{described(plan)}; {mode}; parameters {kind}; {several(verdict.num_steps, 'step')}")
         for note in verdict.notes:
-            _say("note", note)
-        _say("cost", f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references")
+            say_labelled("note", note)
+        say_labelled(
+            "cost", f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
+        )
         print(folded(verdict.render()), flush=True)
         if not request.course.no_source:
             write_source(request.where.out, request.what.job.path.parent)
         document = certificate(verdict, loaded, plan, parallel_seconds)
         write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
-        _say("written", f"{request.where.shown}/certificate.json")
+        say_labelled("written", f"{request.where.shown}/certificate.json")
         return ExitCode.DONE if verdict.verified else ExitCode.FAILED
     except Exception as error:
         failure = as_shoal_error(error)
@@ -91,7 +93,3 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         raise failure from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _say(label: str, text: str) -> None:
-    print(folded(f"{label:<18} {text}", 19), flush=True)

@@ -79,7 +79,7 @@ class Evidence:
     """Records of all ranks, and their replay, None if there is none; what was compared of them."""
 
     def __init__(self, records: list[dict[str, Any]], replay: dict[str, Any] | None) -> None:
-        self.records, self.replay = records, replay
+        self.records, self.replayed = records, replay["steps"] if replay is not None else None
         self.coverage = Coverage()
         self.num_steps = min(len(record["steps"]) for record in records)
         self.order = [
@@ -91,6 +91,8 @@ class Evidence:
         for record in records:
             for words in record["unseen"]:
                 self.coverage.leave_out(words)
+        for words in replay["failures"] if replay is not None else ():
+            self.coverage.leave_out(words)
         redirected = Counter[str]()
         for record in records:
             redirected.update(record["redirected"])
@@ -109,23 +111,6 @@ class Evidence:
         """Yield each step of all ranks."""
         for number in range(self.num_steps):
             yield number, [record["steps"][number] for record in self.records]
-
-    def before(self, number: int, key: str) -> Tensor | None:
-        """Return a whole parameter's newest recorded values before a step's update."""
-        whole: Tensor | None = None
-        for step in range(number + 1):
-            for record in self.records:
-                own = record["steps"][step]
-                stored = [own["weights"]] if step == number else [own["weights"], own["after"]]
-                for values in stored:
-                    if key in values:
-                        place = own["places"].get(key)
-                        if place is None:
-                            whole = values[key]
-                        else:
-                            whole = torch.zeros(place["shape"]) if whole is None else whole.clone()
-                            part(whole, place).copy_(values[key])
-        return whole
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
@@ -287,25 +272,23 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
     """Compare what each counted element (token, sample) weighs in the update."""
     ranks = len(evidence.records)
     for number, steps in evidence.steps():
-        by_place: dict[tuple[int, str], list[tuple[int, float, int]]] = {}
-        for rank, step in enumerate(steps):
+        by_place: dict[tuple[int, str], list[tuple[float, int]]] = {}
+        for step in steps:
             counts: Counter[int] = Counter()
-            scale = step["scales"][-1] if step["scales"] else 1.0
+            scale = _scale(step)
             for loss in step["losses"]:
                 if loss["gradient"] is None or not loss["count"]:
                     continue
                 place = counts[loss["call"]]
                 counts[loss["call"]] += 1
-                each = loss["gradient"] / scale / (loss["count"] if loss["reduction"] == "mean" else 1.0)
-                if loss["reduction"] == "none":
-                    each = loss["gradient"] / scale / loss["count"]
-                by_place.setdefault((place, loss["function"]), []).append((rank, each, loss["count"]))
+                weight = _total(loss) / scale / loss["count"]
+                by_place.setdefault((place, loss["function"]), []).append((weight, loss["count"]))
         for (_, function), weights in by_place.items():
             evidence.coverage.losses += len(weights)
-            each = [abs(weight) for _, weight, _ in weights]
+            each = [abs(weight) for weight, _ in weights]
             least, most = min(each), max(each)
             if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance:
-                counted = [count for _, _, count in weights]
+                counted = [count for _, count in weights]
                 said = (
                     f"elements weigh up to {most / least:.2f} times as much as others in one update: its "
                     f"{len(weights)} microbatches of {_listed(counted)} elements are averaged each by itself"
@@ -319,7 +302,7 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                     remedy="sum the losses, and divide by the number of tokens in the whole global batch",
                 )
                 continue
-            total = sum(weight * count for _, weight, count in weights) / ranks
+            total = sum(weight * count for weight, count in weights) / ranks
             if not math.isclose(total, 1.0, rel_tol=5 * evidence.tolerance):
                 yield Finding(
                     number,
@@ -334,11 +317,11 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _forwards(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.replay is None or "steps" not in evidence.replay:
+    if evidence.replayed is None:
         evidence.coverage.leave_out("forwards, sharded gradients and updates: no replay in one process")
         return
     for number, steps in evidence.steps():
-        result = evidence.replay["steps"][number]
+        result = evidence.replayed[number]
         for words in result["left_out"]:
             evidence.coverage.leave_out(f"a forward of step {number}: {words}")
         for rank, step in enumerate(steps):
@@ -366,7 +349,7 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
 
 def _gradients(evidence: Evidence) -> Iterator[Finding]:
     for number, steps in evidence.steps():
-        replayed = evidence.replay["steps"][number]["local"] if evidence.replay and "steps" in evidence.replay else {}
+        replayed = evidence.replayed[number]["local"] if evidence.replayed is not None else {}
         if number == 0 and any(step["strange"] for step in steps):
             used = sum(len(group["names"]) for group in steps[0]["groups"])
             strange = steps[0]["strange"]
@@ -414,7 +397,7 @@ def _reduction(
 ) -> Iterator[Finding]:
     """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
     ranks = len(steps)
-    scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
+    scale = _scale(steps[0])
     failed: list[tuple[str, float, list[float]]] = []
     scaled = True  # whether each failed part is a multiple of the mean
     unseen: list[str] = []
@@ -504,10 +487,18 @@ def _reduction(
 
 def _total_weight(evidence: Evidence, steps: list[dict[str, Any]]) -> float | None:
     """Return the sum of what all elements weigh, divided by the number of ranks; None if no loss was seen."""
-    losses = [loss for step in steps for loss in step["losses"] if loss["gradient"] is not None]
-    each = [one["gradient"] * (1.0 if one["reduction"] == "mean" else one["count"]) for one in losses]
-    scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
-    return sum(each) / scale / len(steps) if each else None
+    each = [_total(loss) for step in steps for loss in step["losses"] if loss["gradient"] is not None]
+    return sum(each) / _scale(steps[0]) / len(steps) if each else None
+
+
+def _total(loss: dict[str, Any]) -> float:
+    """Return the sum of what a loss's elements weigh. The gradient of a sum is what each of them weighs."""
+    return float(loss["gradient"]) * (loss["count"] if loss["reduction"] == "sum" else 1.0)
+
+
+def _scale(step: dict[str, Any]) -> float:
+    """Return the factor by which a loss scaler multiplied the losses of a step."""
+    return float(step["scales"][-1]) if step["scales"] else 1.0
 
 
 def _schedule(evidence: Evidence) -> Iterator[Finding]:
@@ -527,6 +518,7 @@ def _schedule(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _updates(evidence: Evidence) -> Iterator[Finding]:
+    values: dict[str, Tensor] = {}  # of whole parameters, the newest recorded ones
     for number, steps in evidence.steps():
         whole = [key for key in steps[0]["after_digests"] if key not in steps[0]["places"]]
         for key in whole:
@@ -553,14 +545,14 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                 cause="they are changed outside of the optimizer: clamped, averaged, loaded",
                 fails=False,
             )
-        result = evidence.replay["steps"][number] if evidence.replay and "steps" in evidence.replay else None
-        if result is None or result["updated"] is None:
+        updated = evidence.replayed[number]["updated"] if evidence.replayed is not None else None
+        if updated is None:
             evidence.coverage.leave_out(
                 "updates by the script's own optimizer: one process of the script has none like it"
             )
-            continue
-        for key, mine in result["updated"].items():
-            before = evidence.before(number, key)
+        _store(values, steps, "weights")
+        for key, mine in (updated or {}).items():
+            before = values.get(key)
             for rank, step in enumerate(steps):
                 after = step["after"].get(key)
                 if after is None:
@@ -582,6 +574,20 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                         cause="weights are changed outside of the optimizer, or its state differs",
                     )
                     return
+        _store(values, steps, "after")
+
+
+def _store(values: dict[str, Tensor], steps: list[dict[str, Any]], name: str) -> None:
+    """Set the values of whole parameters from what all ranks recorded as `name` in a step."""
+    for step in steps:
+        for key, value in step[name].items():
+            place = step["places"].get(key)
+            if place is None:
+                values[key] = value
+            else:
+                whole = values[key].clone() if key in values else torch.zeros(place["shape"])
+                part(whole, place).copy_(value)
+                values[key] = whole
 
 
 def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:

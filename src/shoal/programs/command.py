@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shoal.distributed.process_setup import versions
-from shoal.errors import CommandError, ExitCode, folded
+from shoal.errors import CommandError, ExitCode, folded, say_labelled
 from shoal.launch.supervise.child import Child
 from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order, read_records
 from shoal.report.quantities import several
@@ -154,9 +154,9 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
     folder = out / ".observed"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        _say("verifying", f"{script.command}: {several(steps, 'step')} on {several(devices, 'process')}")
+        say_labelled("verifying", f"{script.command}: {several(steps, 'step')} on {several(devices, 'process')}")
         if devices == 1:
-            _say("note", "one process is compared with itself: say --devices N for a parallel run")
+            say_labelled("note", "one process is compared with itself: say --devices N for a parallel run")
         record = Processes(script, folder, devices, script.batch, {"mode": "record", "steps": steps})
         failed = record.finish()
         records = read_records(folder)
@@ -166,6 +166,13 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 conflict=f"rank {failed} ended with exit code {record.children[failed].process.returncode} before its "
                 f"steps were seen:\n  " + "\n  ".join(record.last_lines(failed)),
                 remedy=f"run it by itself first; the output of each rank is in {out}/",
+            )
+        unread = sorted({name for one in records for name in one["unread"]})
+        if unread:
+            raise CommandError(
+                given=f"--script {script.command!r}, which calls {' and '.join(unread)}",
+                conflict="its parameters and gradients are parts of flat tensors, which are not compared yet",
+                remedy="verify it with DistributedDataParallel or fully_shard, if it has such an argument",
             )
         if records and len(records) != devices:
             raise CommandError(
@@ -181,12 +188,14 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 conflict=f"no optimizer of torch made a step in it: {said}",
                 remedy="give a command that trains, and more of --steps or data if it ends before",
             )
-        _say("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
+        say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records))
         evidence = Evidence(records, replay)
+        if script.launcher == "accelerate":
+            evidence.coverage.leave_out("the configuration file of accelerate launch, which is not read")
         findings = findings_of(evidence)
         if "{batch}" in script.command and len(records) > 1 and not any(one.fails for one in findings):
-            _say("rerun", f"one process with batches of {script.batch * devices}")
+            say_labelled("rerun", f"one process with batches of {script.batch * devices}")
             findings = in_order([*findings, *_rerun(script, out / ".rerun", devices, evidence)])
         coverage = evidence.coverage
         report = report_of(findings, coverage, evidence, time.monotonic() - began)
@@ -211,7 +220,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         certificate = {name: value for name, value in document.items() if name != "findings"}
         certificate["first_divergence"] = next((one for one in document["findings"] if one["fails"]), None)
         write_file(out / "certificate.json", json.dumps(certificate, indent=1) + "\n")
-        _say("written", f"{out}/script.json and certificate.json")
+        say_labelled("written", f"{out}/script.json and certificate.json")
         return {"verified": ExitCode.DONE, "diverged": ExitCode.FAILED}.get(verdict, ExitCode.USER)
     finally:
         if keep:
@@ -235,11 +244,11 @@ def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | No
     path = folder / "replay" / "replay.pt"
     if not path.exists():
         said = "; ".join(process.last_lines(0)[-2:]) or "it ended before its first forward"
-        _say("note", f"no replay: one process of the script does not reach a forward: {said}")
+        say_labelled("note", f"no replay: one process of the script does not reach a forward: {said}")
         return None
     result: dict[str, Any] = torch.load(path, weights_only=True)
     if "error" in result:
-        _say("note", f"no replay: {result['error']}")
+        say_labelled("note", f"no replay: {result['error']}")
         return None
     return result
 
@@ -329,7 +338,3 @@ def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def _say(label: str, text: str) -> None:
-    print(folded(f"{label:<18} {text}", 19), flush=True)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-VERSION = 1
 # Modules that only call another one; the outermost module is looked for inside of them.
 WRAPPERS = {
     "DistributedDataParallel",
@@ -35,6 +34,8 @@ WRAPPERS = {
     "DeepSpeedEngine",
     "LightningModule",
 }
+# Wrappers whose parameters and gradients are flat parts, which no parameter of a module has.
+UNREAD = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LOSSES = {
     "cross_entropy": "ignore_index",
@@ -85,7 +86,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's values on this rank."""
-    flat = local(tensor).cpu().contiguous().view(-1)
+    flat = host_copy(tensor).contiguous().view(-1)  # NumPy would forbid to resize the tensor's own storage
     flat = flat.view(torch.uint8) if flat.numel() else flat
     return hashlib.blake2b(flat.numpy().data if flat.numel() else b"", digest_size=16).hexdigest()
 
@@ -93,7 +94,7 @@ def digest(tensor: torch.Tensor) -> str:
 def row_digests(tensor: torch.Tensor) -> list[str]:
     """Return a digest of each row of a batch."""
     with torch.no_grad():
-        rows = local(tensor).cpu().contiguous()
+        rows = host_copy(tensor).contiguous()
         if rows.ndim == 0 or not rows.numel():
             return []
         flat = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
@@ -218,17 +219,18 @@ class ScriptParts:
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
     lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales")}
-    return {**lists, "unscaled": False, "scheduled": 0, "weights": {}, "buffers": {}, "places": {}}
+    return {**lists, "unscaled": False, "weights": {}, "buffers": {}, "places": {}}
 
 
 class ScriptRecorder:
     """Recorder of a rank's first steps."""
 
-    def __init__(self, folder: str, num_steps: int, keeps: int) -> None:
-        self.folder, self.num_steps, self._most_bytes = folder, num_steps, keeps
+    def __init__(self, folder: str, num_steps: int) -> None:
+        self.folder, self.num_steps = folder, num_steps
         self.known = ScriptParts()
         self.steps: list[dict[str, Any]] = []
         self.unseen: list[str] = []  # what could not be observed, in words
+        self.unread: set[str] = set()  # wrappers whose gradients cannot be read
         self.samplers: list[dict[str, Any]] = []
         self.loaders: list[dict[str, Any]] = []
         self.thread = threading.local()
@@ -264,9 +266,10 @@ class ScriptRecorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Note the begin of a module's forward, before any of its own hooks."""
-        if self._done or getattr(self.thread, "paused", False):
+        if self._done:
             return
         if is_passed_by(module):
+            self.unread.update(UNREAD & {type(module).__name__})
             return
         depth = getattr(self.thread, "now", 0)
         self.thread.now = depth + 1
@@ -306,9 +309,7 @@ class ScriptRecorder:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self._done or getattr(self.thread, "paused", False):
-            return
-        if is_passed_by(module):
+        if self._done or is_passed_by(module):
             return
         depth = self.thread.now = getattr(self.thread, "now", 1) - 1
         call = getattr(self.thread, "call", None)
@@ -378,8 +379,7 @@ class ScriptRecorder:
         step = self.step
         self.rank, self.world = own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
-        step["gradients"], step["local"], step["groups"], step["digests"] = {}, {}, [], {}
-        step["passes"] = {}
+        step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
         step["strange"] = 0  # parameters of the optimizer that no observed module has
         for group in optimizer.param_groups:
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
@@ -398,12 +398,10 @@ class ScriptRecorder:
                 if parameter.grad is None:
                     continue
                 step["gradients"][key] = host_copy(parameter.grad)
-                step["digests"][key] = digest(parameter.grad)
                 if key in self._local:
                     step["local"][key] = self._local[key]
                     step["passes"][key] = list(self._passes.get(key, ()))
             step["groups"].append({"names": names, "values": values})
-        step["backwards"] = self.num_backwards
         self.seconds += time.perf_counter() - began
 
     def after_update(self, optimizer: Any) -> None:
@@ -424,7 +422,7 @@ class ScriptRecorder:
         self.seconds += time.perf_counter() - began
         if len(self.steps) >= self.num_steps:
             self.write()
-            leave(self.folder)
+            leave(self.folder, self.world)
 
     # ------------------------------------------------------------------------------------------------------- end
 
@@ -441,10 +439,7 @@ class ScriptRecorder:
             return
         self._done = True
         record = {
-            "version": VERSION,
             "rank": self.rank,
-            "world": self.world,
-            "torch": str(torch.__version__),
             "libraries": {
                 name: str(getattr(sys.modules[name], "__version__", "?"))
                 for name in ("accelerate", "transformers", "pytorch_lightning", "lightning", "deepspeed", "keras")
@@ -460,10 +455,10 @@ class ScriptRecorder:
             ],
             "optimizers": [type(optimizer).__name__ for optimizer in self.known.optimizers],
             "steps": self.steps,
-            "unfinished": {"calls": len(self.step["calls"])},
             "samplers": self.samplers,
             "loaders": self.loaders,
             "unseen": self.unseen,
+            "unread": sorted(self.unread),
             "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
             "seconds": self.seconds,
         }
@@ -471,9 +466,9 @@ class ScriptRecorder:
         os.replace(path + ".new", path)
 
 
-def leave(folder: str) -> None:
+def leave(folder: str, world: int) -> None:
     """End the process once every rank has written, without exit handlers, which would wait for peers."""
-    paths = [os.path.join(folder, f"rank-{rank}.pt") for rank in range(num_ranks())]
+    paths = [os.path.join(folder, f"rank-{rank}.pt") for rank in range(world)]
     end = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < end and not all(map(os.path.exists, paths)):
         time.sleep(0.02)
@@ -519,7 +514,7 @@ def start() -> None:
         os.environ.pop("SHOAL_OBSERVER")
     if options.get("cpu"):
         beside("on_cpu").install(options["world"])
-    recorder = ScriptRecorder(options["folder"], options["steps"], options.get("bytes", 1 << 30))
+    recorder = ScriptRecorder(options["folder"], options["steps"])
     note_optimizers(recorder)
     if options["mode"] == "replay":
         beside("replay").ScriptReplay(options["of"], options["folder"], recorder).install()
@@ -611,7 +606,6 @@ def observe_calls(recorder: ScriptRecorder) -> None:
     """Install the wrappers of clipping, loss scaling, loss functions and schedulers."""
     import torch.nn.functional as functional
     from torch.nn.utils import clip_grad
-    from torch.optim import lr_scheduler
 
     def clipped(kind: str, run: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -659,13 +653,6 @@ def observe_calls(recorder: ScriptRecorder) -> None:
 
     for name in LOSSES:
         around(functional, name, functools.partial(loss_function, name))
-
-    def scheduled(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.step["scheduled"] += 1
-
-    for kind_ in vars(lr_scheduler).values():
-        if isinstance(kind_, type) and "step" in vars(kind_):
-            method(kind_, "step", scheduled)
 
 
 def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options: dict[str, Any]) -> None:

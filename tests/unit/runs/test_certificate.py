@@ -65,3 +65,8 @@ def test_what_cannot_be_read(tmp_path: Path, content: str | None) -> None:
 def test_another_schema(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="schema"):
         Certificate.read(written(tmp_path, schema=SCHEMA + 1))
+
+
+def test_a_certificate_of_a_script_covers_no_job(tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match="of a training script"):
+        Certificate.read(written(tmp_path, kind="script"))
