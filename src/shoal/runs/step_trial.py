@@ -8,7 +8,6 @@ each turn, and to a file of this machine at its end. Whoever reads one of them f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CommandError
-from shoal.hardware.detect import measured_file
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import STEPS
-from shoal.runs.directory import write_file
+from shoal.runs.machine_records import MachineRecords
 from shoal.runs.sound_values import adapter
 
 _LAST = ", channels last"
@@ -260,13 +258,12 @@ def read_trial(path: Path) -> StepTrial | None:
 
 # ------------------------------------------------------------------------------------------- the file of this machine
 
-_MOST_RECORDS = 500
+_RECORDS = MachineRecords("steps", 500)
 
 
 def steps_file() -> Path:
     """Return the path of this machine's recorded trials, beside what `shoal bench` measured."""
-    known = measured_file()
-    return known.with_name(f"{known.stem}-steps.json")
+    return _RECORDS.path
 
 
 @dataclass(frozen=True)
@@ -290,35 +287,20 @@ class TrialKey:
 def recorded_trial(key: TrialKey) -> StepTrial | None:
     """Return this machine's trial of a key, or None."""
     with contextlib.suppress(ValueError, KeyError):
-        return trial_of(_records()[key.name])
+        return trial_of(_RECORDS.read()[key.name])
     return None
 
 
 def has_compiled(key: TrialKey) -> bool:
     """Check whether a trial on this machine has compiled the same job, whatever its number of steps."""
-    names = (name for name in _records() if name.startswith(key.net[:32]))
-    return any("compiled" in str(turn.get("mode")) for name in names for turn in _records()[name].get("turns", ()))
+    known = [trial for name, trial in _RECORDS.read().items() if name.startswith(key.net[:32])]
+    return any("compiled" in str(turn.get("mode")) for trial in known for turn in trial.get("turns", ()))
 
 
 def record_trial(key: TrialKey, trial: StepTrial) -> str | None:
     """Store a trial for later runs of the key. Return why that is not possible, or None."""
-    path = steps_file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-            records = _records()
-            records.pop(key.name, None)
-            newest = list(records.items())[-(_MOST_RECORDS - 1) :]
-            write_file(path, json.dumps({**dict(newest), key.name: asdict(trial)}, indent=1) + "\n")
+        _RECORDS.store(key.name, asdict(trial))
     except OSError as error:
-        return f"{path}: {error.strerror or error}"
+        return f"{_RECORDS.path}: {error.strerror or error}"
     return None
-
-
-def _records() -> dict[str, Any]:
-    try:
-        document = json.loads(steps_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
