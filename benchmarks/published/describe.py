@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,8 +56,30 @@ class Framework:
     time_first: bool = False
     vocab_multiple: int = 1
     program: Program = USUAL
+    optimizer: Callable[[Any], Any] = torch.optim.AdamW
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
     master: bool = True  # a float32 copy of parameters of a narrow dtype
+
+
+class MuonAndAdamW:
+    """Muon of the blocks' matrices and AdamW of the other parameters, as modded-nanogpt has them."""
+
+    def __init__(self, parameters: Any) -> None:
+        """Divide the parameters by their names."""
+        named = [(p.ndim == 2 and name.startswith("blocks."), p) for name, p in parameters.named]
+        of_blocks, others = ([p for is_matrix, p in named if is_matrix is wanted] for wanted in (True, False))
+        self._parts = [torch.optim.Muon(of_blocks), torch.optim.AdamW(others)]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of both."""
+        return {parameter: state for part in self._parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        """Step both."""
+        for part in self._parts:
+            part.step()
 
 
 # Megatron-LM: fused kernels (megatron/fused_kernels), dropout 0.1, a float32 copy of the parameters. It pads a
@@ -105,6 +128,9 @@ FRAMEWORKS = (
         "foundry",
         Framework(program=Program(attention="flash1", **OTHERS), master=False, fused_loss=True, metrics=2),
     ),
+    # torch 2.5 chose cuDNN for attention on H100 (its release notes), which is as fast as FlashAttention-3 there.
+    ("nanogpt, torch 2.5", Framework(optimizer=MuonAndAdamW, program=dataclasses.replace(USUAL, attention="flash3"))),
+    ("nanogpt", Framework(optimizer=MuonAndAdamW)),
 )
 
 
@@ -136,7 +162,8 @@ def workload(row: Row) -> Workload:
     """The row's model on its global batch; a grain is a sample."""
     batch = integer(row, "global_batch")
     family, dimensions = _dimensions(row)
-    made = _profile(family, tuple(dimensions.items()), precision(row, framework(row)))
+    facts = framework(row)
+    made = _profile(family, tuple(dimensions.items()), precision(row, facts), facts.optimizer)
     return Workload(made, batch, batch)
 
 
@@ -171,9 +198,11 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
 
 
 @cache
-def _profile(family: str, dimensions: tuple[tuple[str, Any], ...], kinds: PrecisionSection) -> Profile:
+def _profile(
+    family: str, dimensions: tuple[tuple[str, Any], ...], kinds: PrecisionSection, optimizer: Callable[[Any], Any]
+) -> Profile:
     made = transformer(family, **dict(dimensions))
-    return profile(made.model, made.loss, made.batch, precision=kinds, tensor=cut_in_pairs, optimizer=torch.optim.AdamW)
+    return profile(made.model, made.loss, made.batch, precision=kinds, tensor=cut_in_pairs, optimizer=optimizer)
 
 
 def plan(row: Row) -> Plan:

@@ -33,13 +33,15 @@ VOCABULARY: Final = 1024
 TILE: Final = 64
 _SPLITS: Final = (1, 2, 4, 8, 16)
 # A layer's input and its output's gradient are operands of two products each and are cast once for both. The cast reads
-# 16 bits per element and writes 8, plain and transposed (Transformer Engine). The cast of weights, once per step, is
-# not counted. float4 counts as 8 bits wherever bytes are counted.
+# 16 bits per element and writes 8, plain and transposed (Transformer Engine). A program that scales anew reads the
+# largest element first (2 bytes), and casts the input again in the backward. The cast of weights, once per step, is not
+# counted. float4 counts as 8 bits wherever bytes are counted.
 _CAST: Final = ("float8", "float4")
 # Dtypes in which a convolution of a GPU runs on tensor cores. They multiply images with channels last, so that cuDNN
 # copies images with channels first to that format and the result back (docs/planner.md).
 _TENSOR_CORES: Final = ("tf32", "bfloat16", "float16")
 _CAST_BYTES: Final = (2 + 1 + 1) / 2
+_ANEW_BYTES: Final = {"input": 2 + 2 + 1, "gradient": (2 + 2 + 1 + 1) / 2}
 _ALMOST: Final = 1 - 1e-9  # slack for rounding when a bound is compared
 # Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions need 2.25 times fewer products; transforms cost part of the gain.
 WINOGRAD: Final = 1.7
@@ -212,9 +214,10 @@ def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
             per_sample = max(0.0, operation.read_bytes.per_sample - before.per_sample)
             read = Amount(read.fixed + fixed, read.per_sample + per_sample)
             before = operation.written_bytes
-        kernels += (replace(o, read_bytes=NOTHING, written_bytes=NOTHING, launches=0) for o in chain[:-1])
+        merged = (replace(o, read_bytes=NOTHING, written_bytes=NOTHING, reread_bytes=NOTHING) for o in chain[:-1])
+        kernels += (replace(o, launches=0) for o in merged)
         launches = max(operation.launches for operation in chain)
-        kernels.append(replace(chain[-1], read_bytes=read, launches=launches))
+        kernels.append(replace(chain[-1], read_bytes=read, reread_bytes=NOTHING, launches=launches))
     return tuple(kernels)
 
 
@@ -233,6 +236,7 @@ class DeviceModel:
     fuses: bool = False  # elementwise operators are fused on a GPU
     fast_convolutions: bool = False  # float32 convolutions on tensor cores as tf32
     channels_first: bool = False  # memory format of images; tensor cores multiply channels last
+    scales_anew: bool = False  # see `Program.scales_anew`
     _distinct: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
     _whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
     _undivided: dict[tuple[Body, float], list[Cost | None]] = field(default_factory=dict, compare=False, repr=False)
@@ -270,8 +274,12 @@ class DeviceModel:
                 read, written = (m * k + k * n) * width, m * n * width
                 if operation.dtype in _CAST:
                     written += m * n  # the product itself has 16 bits
-                    gradient = k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
-                    cast = self.moved(_CAST_BYTES * (m * k + gradient), touched)
+                    of_input = of_gradient = _CAST_BYTES
+                    if self.scales_anew:
+                        of_input, of_gradient = _ANEW_BYTES["input"], _ANEW_BYTES["gradient"]
+                    elements = (of_input if operation.phase is Phase.FORWARD else of_gradient) * m * k
+                    elements += of_input * k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
+                    cast = self.moved(elements, touched)
         elif kind is OperationKind.ATTENTION:
             length = max(1.0, operation.n.at(samples))
             if (curve := self.attention_lengths(operation.phase)) is not None:
@@ -282,6 +290,7 @@ class DeviceModel:
             compute = operation.flops.at(samples) / parts / (device.flops[self.dtype(operation.dtype)] * fraction)
         num_bytes = read + written
         if device.kind != "cpu":
+            num_bytes += operation.reread_bytes.at(samples) / parts
             seconds = max(compute, self.moved(num_bytes, touched, operation.name))
         else:
             # A core computes on cached operands, plus the traffic from beyond the caches. Prefetching hides little of

@@ -369,7 +369,7 @@ class Costs:
         They do not shrink with more replicas. `is_divided`: ranks divide the model.
         """
         device = self._device
-        launches = self._predictor.work.profile.optimizer_launches * max(device.launch_seconds, device.dispatch_seconds)
+        launches = self._predictor.work.profile.optimizer_launches * device.launch_seconds  # a host may be ahead
         agreed = self._predictor.exchanged.agreed(num_devices, is_divided, apart=is_divided)
         return (agreed + launches + device.step_seconds) * self._least
 

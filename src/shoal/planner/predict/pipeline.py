@@ -457,6 +457,7 @@ class Staging:
             program.fuses,
             program.fast_convolutions and device.kind == "gpu",
             program.channels_first and not channels_last and device.kind == "gpu",
+            program.scales_anew,
         )
 
     def model(self, ranks: Ranks) -> CutModel:

@@ -34,8 +34,9 @@ MEGATRON_CORE = replace(
     overlaps_exchanges=True,  # tp_comm_overlap of Transformer Engine, and its ring of keys and values
 )
 # torchtitan's selective recomputation keeps attention and every second product, and its shard axis is that of data and
-# context ranks (torchtitan/distributed/parallel_dims.py).
-TORCHTITAN = replace(USUAL, selective="alternate_products", shards_context=True)
+# context ranks (torchtitan/distributed/parallel_dims.py). Its float8 is torchao's dynamic scaling, which saves inputs
+# in 16 bits (torchao/float8/float8_linear.py).
+TORCHTITAN = replace(USUAL, selective="alternate_products", shards_context=True, scales_anew=True)
 # Adam of a narrow dtype is traced with two moments of that dtype, 4 bytes; these programs keep both, and a copy of the
 # parameters, in float32: 12.
 MASTER_BYTES = 8.0

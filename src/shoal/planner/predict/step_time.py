@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -423,15 +423,21 @@ class Exchanged:
 
     # ----------------------------------------------------------------------------------------------------- the update
 
-    def update(self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], *, bound: bool = False) -> float:
+    def update(
+        self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], *, ahead: float = 0.0, bound: bool = False
+    ) -> float:
         """Return the seconds of clipping and update on the slowest rank, with the broadcast of parameters under ZeRO-1.
 
+        `ahead`: seconds by which a GPU's host is ahead of its device at the end of the backward.
         `bound`: return a lower bound that is cheaper to compute.
         """
         layout, profile, device, program = plan.layout, self.profile, computer.device, self.program
         owners, launches, passes = plan.num_owners, profile.optimizer_launches, profile.optimizer_passes
         shares_memory = plan.shares_memory
         has_part = plan.shards_model or shares_memory  # under ZeRO-1 each rank has all gradients
+        alone = [(replace(o, launches=1), o.launches) for o in profile.optimizer_products]
+        products = sum(count * (computer.operation(o, Share(1.0)).device - device.launch_seconds) for o, count in alone)
+        trainable = sum(w.numel for unit in profile.units for w in unit.body.weights if w.trainable)
         of_ranks = []
         for size in (rank.size for rank in ranks):  # memory traffic and launches of clipping and update
             elements = size.trainable / owners
@@ -444,7 +450,8 @@ class Exchanged:
             whole = elements if has_part else size.trainable
             num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
             seconds = computer.rewritten(num_bytes, size.touched, _UPDATE) + launches * device.launch_seconds
-            of_ranks.append(max(seconds, launches * device.dispatch_seconds))
+            seconds += products * elements / trainable if products else 0.0
+            of_ranks.append(max(seconds, launches * device.dispatch_seconds - ahead))
         if shares_memory:  # the ranks synchronize before the update, over the norm, and after it
             agreed = price(self.network, layout, agreement(layout.world_size), plan.collectives.all_reduce)
             return max(of_ranks) + agreed
@@ -597,12 +604,15 @@ class Predictor:
         last, waits = busiest.last_seconds, terms["launch"] > 0
         terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
         # On a CPU large messages leave the caches, so one large message is no bound.
-        terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, bound=bound and not on_cpu)
+        ahead = 0.0 if on_cpu else busiest.behind_seconds * ranks.microbatches
+        bound = bound and not on_cpu
+        terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, ahead=ahead, bound=bound)
         num_tensors = max(rank.part.num_tensors for rank in ranks.fullest)
         overheads = self.overheads(device, plan)
         terms["host"] = overheads.step_seconds + overheads.tensor_seconds * num_tensors
         if not on_cpu:
-            terms["host"] += max(0.0, self.program.host_seconds - busiest.behind_seconds * ranks.microbatches)
+            ahead = max(0.0, ahead - self.work.profile.optimizer_launches * device.dispatch_seconds)
+            terms["host"] += max(0.0, self.program.host_seconds - ahead)
         return terms
 
     def overheads(self, device: Device, plan: Plan) -> Overheads:

@@ -89,6 +89,7 @@ class Program:
     fuses: bool = False  # the model is compiled: each chain of elementwise operators is one GPU kernel
     layers: str | None = None  # float8 or float4: layers of repeated blocks are cast before they multiply
     keeps_cast: bool = False  # a cast layer saves its cast input for the backward
+    scales_anew: bool = False  # a cast reads the tensor's largest element first; the backward casts the input again
     # What selective recomputation keeps: products | alternate_products (attention and every second) | all_but_attention
     selective: str = "products"
     cut: str = "balanced"  # or "equal" blocks, or `thresholds`

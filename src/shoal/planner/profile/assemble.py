@@ -148,6 +148,7 @@ def assembled(
         state_bytes_per_element=optimizer.state_bytes_per_element,
         optimizer_passes=optimizer.passes,
         optimizer_launches=optimizer.launches,
+        optimizer_products=optimizer.products,
         tied=tuple((name, names[other]) for name, where in users.items() for other in sorted(where - {min(where)})),
         heads=min((heads for heads in fused or plain if heads), default=None),
         notes=(*notes, *bent, *((optimizer.note,) if optimizer.note else ())),
@@ -334,6 +335,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | Non
         window=cost.window,
         winograd=cost.winograd,
         rows=cost.rows,
+        reread_bytes=line("reread_bytes"),
         **sizes,
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.planner.profile.kernels import SAVED_VECTORS
 from shoal.planner.profile.trace import OperatorEvent, OperatorRecorder, OperatorTrace, StorageRef
-from shoal.planner.profile.values import ALIGNED, OperationKind
+from shoal.planner.profile.values import ALIGNED, Amount, Operation, OperationKind, Phase
 from shoal.training.update.job_optimizer import Parameters
 from shoal.training.update.optimizer_step import fused
 
@@ -28,6 +29,7 @@ from shoal.training.update.optimizer_step import fused
 class KernelCost:
     """Cost of one kernel of an event, for the traced samples.
 
+    `reread_bytes`: bytes that a GPU reads again, beside `read_bytes`.
     `of_weight`: True if the kernel computes a weight's gradient in an event that also computes other gradients.
     """
 
@@ -44,6 +46,7 @@ class KernelCost:
     window: tuple[int, ...] = ()
     winograd: bool = False
     rows: tuple[str, ...] = ()
+    reread_bytes: float = 0.0
 
 
 def costs(event: OperatorEvent) -> list[KernelCost]:
@@ -99,6 +102,16 @@ _TWICE = _named(
     batch_norm_backward native_group_norm native_group_norm_backward
     """
 )
+# Softmaxes of rows that a GPU's block cannot keep in its 48 KiB of shared memory: torch's kernels read the row for its
+# maximum, its sum and its results, and backward the gradient (and the result) for a sum first (SoftMax.cu). Times that
+# they read as many bytes as they write once more.
+_ROW_BYTES = 48 << 10
+_REREAD = {
+    "aten._log_softmax": 2,
+    "aten._softmax": 2,
+    "aten._log_softmax_backward_data": 1,
+    "aten._softmax_backward_data": 2,
+}
 _LAUNCHES = {
     "aten.native_layer_norm_backward": 2,
     "aten.native_batch_norm": 2,
@@ -138,8 +151,12 @@ def _moves(event: OperatorEvent) -> KernelCost:
         read = _once(inputs)
     if event.name in _TWICE:
         read *= 2
-    launches = _LAUNCHES.get(event.name, 1)
-    return KernelCost(read_bytes=float(read), written_bytes=float(written), launches=launches)
+    launches, again = _LAUNCHES.get(event.name, 1), 0.0
+    if event.name in _REREAD:
+        output = event.outputs[0]
+        if output.shape and output.shape[event.arguments["dim"]] * output.itemsize > _ROW_BYTES:
+            again = float(_REREAD[event.name] * written)
+    return KernelCost(read_bytes=float(read), written_bytes=float(written), reread_bytes=again, launches=launches)
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -338,12 +355,14 @@ class OptimizerCost:
     """Cost of an optimizer step; `note` is set if the cost is a guess.
 
     `state_bytes_per_element`: bytes of state for each trainable element. `passes`: reads and writes of each element.
+    `products`: matmuls of optimizers such as Muon; `launches` of each is their number in a step.
     """
 
     state_bytes_per_element: float = 8.0
     passes: float = 7.0
     launches: int = 0
     note: str | None = None
+    products: tuple[Operation, ...] = ()
 
 
 def update(
@@ -386,12 +405,15 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
         optimizer.step()
         with OperatorRecorder(trace):
             optimizer.step()
-    launches, moved_bytes = 0.0, 0.0
+    launches, moved_bytes, multiplies = 0.0, 0.0, False
     for event in trace.events:
         lists = (v for v in event.arguments.values() if isinstance(v, list) and v and isinstance(v[0], StorageRef))
         length = len(next(lists, []))
         for cost in costs(event):
-            moved_bytes += cost.read_bytes + cost.written_bytes
+            if cost.kind is OperationKind.MATMUL:
+                multiplies = True
+            else:
+                moved_bytes += cost.read_bytes + cost.written_bytes
             if "_foreach_" in event.name or "_fused_" in event.name:
                 launches += max(1, -(-len(parameters) * length / len(largest) // _TENSORS_A_LAUNCH))
             else:
@@ -399,7 +421,31 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     elements = sum(p.numel() for p in largest)
     state = [v for p in largest for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
     width = sum(p.numel() * p.itemsize for p in largest) / elements
-    return OptimizerCost(sum(t.nbytes for t in state) / elements, moved_bytes / elements / width, round(launches))
+    per_element = sum(t.nbytes for t in state) / elements, moved_bytes / elements / width
+    for parameter in largest:
+        parameter.grad = None
+    products = _products(optimizer, parameters) if multiplies else ()
+    return OptimizerCost(*per_element, round(launches), products=products)
+
+
+def _products(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[Operation, ...]:
+    """Return the matmuls of an update, from a step of one parameter of each shape."""
+    products: Counter[Operation] = Counter()
+    for shape, count in Counter(parameter.shape for parameter in parameters).items():
+        one = next(parameter for parameter in parameters if parameter.shape == shape)
+        trace = OperatorTrace(1)
+        one.grad = torch.empty_like(one)
+        with OperatorRecorder(trace):
+            optimizer.step()
+        one.grad = None
+        for event in trace.events:
+            for cost in costs(event):
+                if cost.kind is OperationKind.MATMUL:
+                    m, n, k, batch = (Amount(size) for size in (cost.m, cost.n, cost.k, cost.batch))
+                    own = Operation(event.name, "", cost.kind, Phase.FORWARD, m=m, n=n, k=k, batch=batch)
+                    own = replace(own, dtype=event.outputs[0].dtype)
+                    products[own] += count
+    return tuple(replace(own, launches=count) for own, count in products.items())
 
 
 @contextlib.contextmanager

@@ -89,6 +89,7 @@ class Operation:
     window: tuple[int, ...] = ()
     winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels need 2.25 times fewer products
     rows: tuple[str, ...] = ()  # for matmuls: the sizes ("m", "n", "k") along which rows of its matrices lie
+    reread_bytes: Amount = NOTHING  # for softmaxes: operands that a GPU reads once more, since its blocks keep no row
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Profile:
     `sample_bytes`: bytes that the loader delivers for one sample.
     `state_bytes_per_element`: optimizer state for each trainable element (8 for Adam in float32).
     `optimizer_passes`: reads and writes of an element of parameter, gradient or state in one update.
+    `optimizer_products`: matmuls of an update, of which `launches` says how often a step computes each.
     `tied`: pairs (weight, another unit that uses it).
     """
 
@@ -175,6 +177,7 @@ class Profile:
     state_bytes_per_element: float = 8.0
     optimizer_passes: float = 7.0
     optimizer_launches: int = 0
+    optimizer_products: tuple[Operation, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     heads: int | None = None  # the fewest heads of any attention, which tensor and context may divide
     saved_batch: Amount = NOTHING  # bytes of batch and buffers that autograd saves, in addition to all `saved_bytes`

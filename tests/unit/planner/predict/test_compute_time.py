@@ -152,9 +152,21 @@ def test_layers_of_blocks_are_cast_where_the_device_multiplies_fewer_bits():
     assert of_weight.device == pytest.approx(1e-3 + 2 * 2e6 / 1e12)
     (head,) = computer.each(Body((layer,)), Share(1))
     assert head.device == pytest.approx(2e-3)
+    anew = DeviceModel(device, layers="float8", scales_anew=True)  # 5 bytes for an input, 3 for a gradient, at each use
+    ways = [replace(layer, phase=phase) for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)]
+    found = [cost.device for cost in anew.each(Body(tuple(ways), repeated=True), Share(1))]
+    assert found == pytest.approx([1e-3 + 5e6 / 1e12, 1e-3 + 3e6 / 1e12, 1e-3 + 8e6 / 1e12])
     older = DeviceModel(replace(device, flops={"bfloat16": 1e12}), layers="float8")
     (wide,) = older.each(Body((layer,), repeated=True), Share(1))
     assert wide.device == pytest.approx(2e-3)
+
+
+def test_a_gpu_reads_again_what_its_blocks_cannot_keep():
+    softmax = Operation("aten._softmax", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(1e6))
+    again = replace(softmax, reread_bytes=Amount(2e6))
+    assert seconds(again, Share(1)) == pytest.approx(3 * seconds(softmax, Share(1)))
+    core = replace(DEVICE, kind="cpu")
+    assert seconds(again, Share(1), core) == seconds(softmax, Share(1), core)
 
 
 def test_a_core_reads_from_memory_what_its_caches_have_lost():

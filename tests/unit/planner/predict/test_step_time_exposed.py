@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.planner.made import DEVICE, LINK, cluster, work
+from tests.unit.planner.made import DEVICE, LINK, cluster, matmul, work
 
 from shoal.hardware.values import DIVIDED, Cluster, Curve, Link
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
-from shoal.planner.profile.values import Weight
+from shoal.planner.profile.values import Amount, Weight
 from shoal.plans.plan import Plan
 
 WEIGHTS = 4 * 8e6  # bytes of four blocks
@@ -180,6 +180,22 @@ def test_an_update_reads_the_gradients_for_their_norm_and_scales_them() -> None:
     halved = terms(passes, cluster(2, device=slow), **sections)  # the update is divided, the norm is not
     handed = WEIGHTS / 1e10
     assert halved["optimizer"] == pytest.approx((3 + 5 / 2) * WEIGHTS / rate + handed, rel=1e-3)
+
+
+def test_an_update_computes_its_products_and_a_host_that_is_ahead_hides_its_launches() -> None:
+    own = work()
+    product = replace(matmul("x", 1000, 1000, 1000), m=Amount(1000), launches=3)
+    multiplied = replace(own, profile=replace(own.profile, optimizer_products=(product,)))
+    free = replace(QUIET, gradient_passes=0.0)
+    assert terms(multiplied, cluster(1), free)["optimizer"] == pytest.approx(3 * 2e-3)
+    sections = {"layout": {"shard": 2}, "shard": {"level": "optimizer"}}
+    halves, without = (terms(one, cluster(2), free, **sections)["optimizer"] for one in (multiplied, own))
+    assert halves - without == pytest.approx(3 * 2e-3 / 2)
+    compute = terms(own, cluster(1), free)["compute"]  # 64 launches: in 4 blocks and 2 microbatches 6 and 2 for sums
+    host = cluster(1, device=replace(DEVICE, dispatch_seconds=compute / 80))
+    for launches, exposed in ((10, 0.0), (40, compute * (64 + 40 - 80) / 80)):
+        launched = replace(own, profile=replace(own.profile, optimizer_launches=launches))
+        assert terms(launched, host, free)["optimizer"] == pytest.approx(exposed)
 
 
 def test_the_engines_own_time_of_a_step() -> None:

@@ -65,6 +65,22 @@ def test_on_a_gpu_large_tensors_take_no_more_calls() -> None:
     assert launches(100_000) == launches(10)
 
 
+def test_the_products_of_muon_are_counted_by_shape() -> None:
+    """Five rounds of X X^T, its square, and the sum's product with X, a product each for each matrix."""
+    mode = FakeTensorMode()
+    with mode:
+        model = nn.Sequential(*(nn.Linear(64, width, bias=False) for width in (64, 64, 256)))
+    found = update(torch.optim.Muon, model, mode, "cuda")
+    assert found.note is None
+    sizes: dict[tuple[float, float, float], int] = {}
+    for one in found.products:
+        key = one.m.fixed, one.n.fixed, one.k.fixed
+        sizes[key] = sizes.get(key, 0) + one.launches
+        assert one.dtype == "bfloat16"
+    assert sizes == {(64, 64, 64): 2 * 15 + 5, (64, 64, 256): 5, (64, 256, 64): 5}
+    assert not made(lambda ps: torch.optim.AdamW(ps)).products
+
+
 def test_what_cannot_be_traced_is_said() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -244,6 +244,18 @@ def test_attention_written_out_is_traced_as_it_is() -> None:
     assert softmax.written_bytes.at(1) == HEADS * T * T * 4
 
 
+@pytest.mark.parametrize(("tokens", "times"), [(12_000, 0), (13_000, 1)])
+def test_a_softmax_of_more_than_48_kib_a_row_is_read_again(tokens: int, times: int) -> None:
+    """Its input thrice for its maximum, sum and results; backward the gradient twice."""
+    found = profile(
+        partial(nn.Linear, 8, tokens), lambda m, b: (m(b).log_softmax(1).sum(), 1), lambda n: torch.zeros(n, 8)
+    )
+    ways = {o.name: o for phase in Phase for o in operations(found, phase) if "softmax" in o.name}
+    row = 4 * tokens * times
+    assert ways["aten._log_softmax"].reread_bytes.at(3) == 3 * 2 * row
+    assert ways["aten._log_softmax_backward_data"].reread_bytes.at(3) == 3 * row
+
+
 def test_what_selective_recomputation_keeps() -> None:
     """The results of products and of attention; not what the block gives out."""
     found = profile(partial(gpt, 2, 0.0), next_token, tokens, device="cpu", by_grain=True)
