@@ -36,6 +36,7 @@ GROUPS = {
         Row("matrix", "2026-11-21", TWO_CORES, ("matrix.md", "matrix.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
         Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),
+        Row("shipped", "2026-11-29", TWO_CORES, ("shipped.md", "shipped.json")),
         Row("verification", "2026-11-21", TWO_CORES, ("verify_results.md",)),
         Row("loss_curves", "2026-11-21", TWO_CORES, ("loss_curves.md", "loss_curves.svg", "loss_curves.json")),
         Row("gradient_norm", "2026-11-22", "2 cores with AVX-512"),

@@ -362,6 +362,21 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
                 remedy="make the optimizer afterwards",
                 fails=used == 0 or strange > used,
             )
+        for rank, step in enumerate(steps):
+            erased = [key for key in step["erased"] if key in step["gradients"]]
+            if erased:
+                many = f"; {len(set(erased))} parameters" if len(set(erased)) > 1 else ""
+                yield Finding(
+                    number,
+                    "backward",
+                    evidence.named(erased[0]),
+                    f"a gradient is set to zero before an optimizer has got it{many}",
+                    rank,
+                    cause="zero_grad between the microbatches of one update, such as by a validation",
+                    remedy="leave it if that is wanted (a model that another one trains through)",
+                    fails=False,
+                )
+                break
         yield from _backward(evidence, number, steps, replayed)
         yield from _reduction(evidence, number, steps, replayed)
 

@@ -27,7 +27,7 @@ from shoal.runs.directory import write_file
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python")
 _SITE = str(Path(__file__).parent / "site")
 # Words that start a launcher of their own; the script and its arguments are wanted alone.
-_STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "srun", "mpirun")
+_STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 _POLL_SECONDS = 0.05
 # Time of the others after the first process has failed or ended: they may wait for it in a collective call.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
@@ -46,18 +46,24 @@ class Script:
     @property
     def name(self) -> str:
         """The file's name without its suffix, for directories."""
-        return Path(next(word for word in shlex.split(self.command) if word != "-m")).stem
+        return Path(next(word for word in self.parts[1:] if word != "-m")).stem
+
+    @property
+    def parts(self) -> list[str]:
+        """The words of the command, the interpreter first: this one, if the command does not begin with another."""
+        words = shlex.split(self.command)
+        return words if words and Path(words[0]).name.startswith("python") else [sys.executable, *words]
 
     def words(self, devices: int, batch: int) -> list[str]:
         """Return the words of the command for a number of processes."""
-        own = shlex.split(self.command)
+        own = self.parts
         return [word.replace("{batch}", str(batch)).replace("{devices}", str(devices)) for word in own]
 
     def check(self) -> None:
         """Check that the command is a Python script with arguments. Raises: CommandError."""
         given = f"--script {self.command!r}"
         try:
-            words = shlex.split(self.command)
+            interpreter, *words = self.parts
         except ValueError as error:
             raise CommandError(
                 given=given, conflict=f"a shell could not read it: {error}", remedy="close its quotes"
@@ -70,6 +76,8 @@ class Script:
                 conflict=f"{words[0]} starts the script, and shoal starts it itself",
                 remedy=f"write the script and its arguments alone, and --launcher {'|'.join(LAUNCHERS)}",
             )
+        if shutil.which(interpreter) is None:
+            raise CommandError(given=given, conflict=f"there is no program {interpreter}", remedy="give its path")
         if words[0] != "-m" and not Path(words[0]).is_file():
             raise CommandError(
                 given=given,
@@ -85,7 +93,7 @@ class Processes:
         self.folder, self.devices = folder, devices
         folder.mkdir(parents=True, exist_ok=True)
         port = _free_port()
-        words = [sys.executable, *script.words(devices, batch)]
+        words = script.words(devices, batch)
         path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
         about = {"world": devices, "spawns": script.launcher == "python", "cpu": script.cpu}
         common = {

@@ -218,7 +218,7 @@ class ScriptParts:
 
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
-    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales")}
+    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased")}
     return {**lists, "unscaled": False, "weights": {}, "buffers": {}, "places": {}}
 
 
@@ -237,6 +237,7 @@ class ScriptRecorder:
         self._stored: dict[str, str] = {}  # digest of each parameter's newest stored values
         self._local: dict[str, torch.Tensor] = {}
         self._passes: dict[str, list[int]] = {}
+        self._spent: set[str] = set()  # parameters whose newest gradient an optimizer has got
         self._hooked: dict[str, Any] = {}
         self.num_backwards = 0
         self._in_backward = 0
@@ -356,6 +357,7 @@ class ScriptRecorder:
         if parameter.grad is None:
             self.cleared([parameter])
         values = host_copy(gradient)
+        self._spent.discard(key)
         self._local[key] = self._local[key] + values if key in self._local else values
         passes = self._passes.setdefault(key, [])
         if not passes or passes[-1] != self.num_backwards:
@@ -366,6 +368,8 @@ class ScriptRecorder:
         """Note that gradients are set to zero."""
         for parameter in parameters:
             key = self.known.keys.get(id(parameter), "")
+            if key in self._local and key not in self._spent:
+                self.step["erased"].append(key)
             self._local.pop(key, None)
             self._passes.pop(key, None)
 
@@ -398,6 +402,7 @@ class ScriptRecorder:
                 if parameter.grad is None:
                     continue
                 step["gradients"][key] = host_copy(parameter.grad)
+                self._spent.add(key)
                 if key in self._local:
                     step["local"][key] = self._local[key]
                     step["passes"][key] = list(self._passes.get(key, ()))
@@ -680,10 +685,12 @@ def observe_data(recorder: ScriptRecorder) -> None:
     from torch.utils.data.distributed import DistributedSampler
 
     def iterated(loader: Any) -> None:
-        inner = loader.sampler
-        if loader.batch_sampler is not None:
-            inner = getattr(loader.batch_sampler, "sampler", inner)
-        recorder.loaders.append({"loader": id(loader), "step": len(recorder.steps), "sampler": type(inner).__name__})
+        inner = wrapper = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        while wrapper is not None:  # a framework's own batches of a script's batches of its samples
+            inner, wrapper = wrapper, getattr(wrapper, "sampler", getattr(wrapper, "batch_sampler", None))
+        is_fixed = type(inner) is DistributedSampler and not inner.shuffle
+        kind = "SequentialSampler" if is_fixed else type(inner).__name__
+        recorder.loaders.append({"loader": id(loader), "step": len(recorder.steps), "sampler": kind})
 
     def sampled(sampler: Any) -> None:
         names = ("epoch", "seed", "rank", "num_replicas", "shuffle", "drop_last")
