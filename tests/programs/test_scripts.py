@@ -16,8 +16,9 @@ pytestmark = pytest.mark.ranks
 
 def verified(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, script.json and all output of a verification of two steps."""
-    command = [sys.executable, "-m", "shoal", "verify", "--script", f"{HERE}/{script}", "--devices", "2", *words]
+    command = [sys.executable, "-m", "shoal", "verify", "--script", f"{HERE}/{script}", *words]
     command += [] if "--steps" in words else ["--steps", "2"]
+    command += [] if "--devices" in words else ["--devices", "2"]
     ended = subprocess.run([*command, "--out", "out"], cwd=folder, capture_output=True, text=True)
     path = folder / "out/script.json"
     return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, ended.stdout + ended.stderr
@@ -30,6 +31,14 @@ def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     coverage = document["coverage"]
     assert min(coverage["forwards"], coverage["gradients"], coverage["updates"], coverage["samples"]) >= 4
     assert not (tmp_path / "out/tensors").exists()
+
+
+@pytest.mark.parametrize("words", ["--sequence", "--logits --low --devices 4"])
+def test_tensor_parallelism_is_verified(words: str, tmp_path: Path) -> None:
+    own, _, devices = words.partition(" --devices ")
+    code, document, output = verified(tmp_path, f"tensor.py {own}", "--devices", devices or "2")
+    assert (code, document["findings"], document["coverage"]["unchecked"]) == (0, [], []), output
+    assert document["coverage"]["gradients"] >= 32
 
 
 @pytest.mark.parametrize("words", [(), ("--spawn", "--launcher", "python")])
@@ -66,6 +75,8 @@ def test_what_has_no_cpu_is_named(fault: str, tmp_path: Path) -> None:
         ("ddp.py --batch 8 --fault noise", "reduction", "from the mean over 2 ranks"),
         ("ddp.py --batch 8 --fault rate", "schedule", "0.01, 0.02"),
         ("fsdp2.py own-norm", "clipping", "one factor for each rank"),
+        ("tensor.py --fault samples", "data", "compute parts of one forward"),
+        ("tensor.py --fault twice", "reduction", "2 times the mean"),
         ("gpus.py --fault inner", "reduction", "the rank's own gradient"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.programs.replay import part
+from shoal.programs.replay import distance, part, summed_gradient
 
 PHASES = (
     "processes",
@@ -83,10 +83,16 @@ class Evidence:
         self.coverage = Coverage()
         self.num_steps = min(len(record["steps"]) for record in records)
         self.order = [
-            f"{number}:{name}" for number, module in enumerate(records[0]["modules"]) for name in module["names"]
+            f"{number}:{name}" for number, module in enumerate(records[0]["modules"]) for name in module["shapes"]
         ]
+        # Ranks that compute parts of the same forward, and those whose forwards have other samples.
+        self.groups: list[set[int]] = []
+        for rank, record in enumerate(records):
+            own = {rank}.union(*(module["beside"] for module in record["modules"]))
+            touched = [group for group in self.groups if group & own]
+            self.groups = [group for group in self.groups if group not in touched] + [own.union(*touched)]
         self._several = len(records[0]["modules"]) > 1
-        wide = any(call["autocast"] for r in records for s in r["steps"] for call in s["calls"])
+        wide = any(call["autocast"] or call["dtypes"] for r in records for s in r["steps"] for call in s["calls"])
         self.tolerance = WIDE_TOLERANCE if wide else TOLERANCE
         for record in records:
             for words in record["unseen"]:
@@ -165,11 +171,10 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
     if constant:
         evidence.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
         return
-    sharded = any(step["places"] for record in evidence.records for step in record["steps"])
     for number in range(evidence.num_steps):
-        own = [of_rank[number] for of_rank in rows]
+        own = [rows[min(group)][number] for group in evidence.groups]
         pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
-        if not pairs or (sharded and _divides_model(evidence)):
+        if not pairs:
             continue
         same, size = max(pairs, key=lambda pair: pair[0] / pair[1])
         if 2 * same < size:
@@ -187,19 +192,6 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         )
         break
     yield from _epochs(evidence, rows)
-
-
-def _divides_model(evidence: Evidence) -> bool:
-    kinds = [
-        kind
-        for record in evidence.records
-        for step in record["steps"]
-        for place in step["places"].values()
-        for kind in place["placements"]
-    ]
-    return "Replicate" in kinds or any(
-        len(p["placements"]) > 1 for s in evidence.records[0]["steps"] for p in s["places"].values()
-    )
 
 
 def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding]:
@@ -246,26 +238,33 @@ def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding
 
 
 def _initial(evidence: Evidence) -> Iterator[Finding]:
-    replicated = [
-        key for key in evidence.order if not any(key in s["places"] for r in evidence.records for s in r["steps"])
-    ]
     first = [record["steps"][0] for record in evidence.records if record["steps"]]
-    if len(first) < 2 or not replicated or not all(step["calls"] for step in first):
+    if len(first) < len(evidence.records) or not all(step["calls"] for step in first):
         return
-    if any(step["places"] for step in first):
-        return
-    digests = [step["calls"][0]["weights"] for step in first]
-    if len(set(digests)) > 1:
-        odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
+    unlike = _unlike(first, [step["calls"][0]["weights"] for step in first])
+    if unlike:
         yield Finding(
             0,
             "initial weights",
-            evidence.records[0]["modules"][0]["class"],
-            "ranks begin with different weights",
-            odd,
+            evidence.named(unlike[0][0]),
+            f"ranks begin with different weights; {len(unlike)} parameters",
+            unlike[0][1],
             cause="each process makes its own random values, and nothing broadcasts rank 0's",
             remedy="wrap the model (DDP broadcasts), or set one seed before the model is made",
         )
+
+
+def _unlike(steps: list[dict[str, Any]], digests: list[dict[str, str]]) -> list[tuple[str, int]]:
+    """Return the parameters of which two ranks have different values of the same part, and the second rank."""
+    unlike = []
+    for key in digests[0]:
+        first: dict[str, str | None] = {}
+        for rank, own in enumerate(digests):
+            value = own.get(key)
+            if first.setdefault(str(steps[rank]["places"].get(key)), value) != value:
+                unlike.append((key, rank))
+                break
+    return unlike
 
 
 def _losses(evidence: Evidence) -> Iterator[Finding]:
@@ -330,9 +329,28 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
                 replayed = by_call.get(call["number"])
                 if replayed is None:
                     continue
+                beside = [steps[r]["calls"] for g in evidence.groups if rank in g for r in g]
+                peers = [calls[call["number"]] for calls in beside if call["number"] < len(calls)]
+                apart = any(peer["rows"] != call["rows"] for peer in peers)
                 evidence.coverage.forwards += 1
-                for mine, other in zip(call["outputs"], replayed, strict=False):
-                    error = _distance(mine["values"], other["values"])
+                for place, (mine, other) in enumerate(zip(call["outputs"], replayed, strict=False)):
+                    error = distance(mine["values"], other["values"])
+                    if error > evidence.tolerance and apart:
+                        alike = all(distance(p["outputs"][place]["values"], mine["values"]) == 0.0 for p in peers)
+                        if alike:
+                            yield Finding(
+                                number,
+                                "data",
+                                "samples",
+                                f"ranks {_listed(sorted(r for g in evidence.groups if rank in g for r in g))} compute "
+                                "parts of one forward, and have different samples",
+                                rank,
+                                cause="the loader or the seed follows the rank, not its place among the data ranks",
+                                remedy="give all ranks of a tensor-parallel group the same samples: follow the data "
+                                "mesh's get_local_rank()",
+                            )
+                        evidence.coverage.leave_out("forwards of which ranks have other parts of the input")
+                        break
                     if error > evidence.tolerance:
                         yield Finding(
                             number,
@@ -392,7 +410,7 @@ def _backward(
             if mine is None or other is None:
                 continue
             evidence.coverage.gradients += 1
-            error = _distance(mine, other)
+            error = distance(mine, other)
             if error > evidence.tolerance and not is_reported:
                 is_reported = True
                 yield Finding(
@@ -417,7 +435,7 @@ def _reduction(
     scaled = True  # whether each failed part is a multiple of the mean
     unseen: list[str] = []
     for key in evidence.order:
-        have = [step["gradients"].get(key) for step in steps]
+        have = [summed_gradient(steps, rank, key) for rank in range(ranks)]
         if all(g is None for g in have):
             continue
         places = [step["places"].get(key) for step in steps]
@@ -427,7 +445,7 @@ def _reduction(
         if any(g is None for g in own):
             unseen.append(evidence.named(key))
             continue
-        mean = torch.stack([g.double() for g in own]).mean(0) / scale
+        mean = torch.stack([_of_group(evidence, group, steps, own) for group in evidence.groups]).mean(0) / scale
         ratios: list[float] = []
         worst = apart = 0.0
         for rank in range(ranks):
@@ -435,12 +453,14 @@ def _reduction(
             if mine is None:
                 continue
             evidence.coverage.gradients += 1
-            expected = _clipped(part(mean, places[rank]), steps[rank], key)
+            carried = summed_gradient(steps, rank, key, "carried")  # where the script sets no gradient to zero
+            expected = part(mean, places[rank]) + (0.0 if carried is None else carried.double() / scale)
+            expected = _clipped(expected, steps[rank], key)
             got = mine.double() / (1.0 if steps[rank]["unscaled"] or scale == 1.0 else scale)
-            worst = max(worst, _distance(got, expected))
+            worst = max(worst, distance(got, expected))
             ratio = _ratio(got, expected)
             ratios.append(ratio)
-            apart = max(apart, _distance(got, ratio * expected) if math.isfinite(ratio) else 0.0)
+            apart = max(apart, distance(got, ratio * expected) if math.isfinite(ratio) else 0.0)
         if worst > evidence.tolerance:
             failed.append((key, worst, ratios))
             scaled = scaled and apart <= 5 * evidence.tolerance
@@ -455,7 +475,7 @@ def _reduction(
     fields: dict[str, Any] = {"step": number, "phase": "reduction", "name": evidence.named(key)}
     many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
     if all(g is not None for g in (*own, *have)) and all(
-        _distance(h.double(), _clipped(o.double() / scale, step, key)) <= evidence.tolerance
+        distance(h.double(), _clipped(o.double() / scale, step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
         yield Finding(
@@ -500,6 +520,13 @@ def _reduction(
     )
 
 
+def _of_group(evidence: Evidence, group: set[int], steps: list[dict[str, Any]], own: list[Any]) -> Tensor:
+    """Return the gradient of a group of ranks: the mean if they have the same samples, the sum if each has its own."""
+    each = torch.stack([own[rank].double() for rank in group])
+    rows = {str([call["rows"] for call in steps[rank]["calls"]]) for rank in group}
+    return each.mean(0) if len(rows) == 1 else each.sum(0)
+
+
 def _total_weight(evidence: Evidence, steps: list[dict[str, Any]]) -> float | None:
     """Return the sum of what all elements weigh, divided by the number of ranks; None if no loss was seen."""
     each = [_total(loss) for step in steps for loss in step["losses"] if loss["gradient"] is not None]
@@ -535,18 +562,9 @@ def _schedule(evidence: Evidence) -> Iterator[Finding]:
 def _updates(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, Tensor] = {}  # of whole parameters, the newest recorded ones
     for number, steps in evidence.steps():
-        whole = [key for key in steps[0]["after_digests"] if key not in steps[0]["places"]]
-        for key in whole:
-            own = [step["after_digests"].get(key) for step in steps]
-            if len(set(own)) > 1:
-                yield Finding(
-                    number,
-                    "replicas",
-                    evidence.named(key),
-                    "ranks have different weights after the update",
-                    next(rank for rank, one in enumerate(own) if one != own[0]),
-                )
-                break
+        for key, rank in _unlike(steps, [step["after_digests"] for step in steps])[:1]:
+            said = "ranks have different weights after the update"
+            yield Finding(number, "replicas", evidence.named(key), said, rank)
         changed = [
             key for key in steps[0]["weights"] if number and key in evidence.records[0]["steps"][number - 1]["after"]
         ]
@@ -576,7 +594,7 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                 evidence.coverage.updates += 1
                 moved = after.double() - part(before, place).double() if before is not None else after.double()
                 expected = part(mine, place).double() - (part(before, place).double() if before is not None else 0.0)
-                error = _distance(moved, expected)
+                error = distance(moved, expected)
                 tiny = (moved - expected).norm() <= 1e-6 * after.double().norm()
                 if error > evidence.tolerance and not tiny:
                     yield Finding(
@@ -639,7 +657,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
                 mine = mine.double() / _norm_factor(steps[0], key)
                 alone = alone.double() / _norm_factor(single, key)
                 if alone.norm() > 1e-8:
-                    ratios.append((_ratio(mine, alone), _distance(mine, alone)))
+                    ratios.append((_ratio(mine, alone), distance(mine, alone)))
         factors = [ratio for ratio, _ in ratios]
         if factors and max(e for _, e in ratios) > 5 * evidence.tolerance and min(factors) > 0.0:
             mean = sum(factors) / len(factors)
@@ -662,17 +680,6 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
 def _close(one: Any, other: Any) -> bool:
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) if numbers else one == other
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the distance of two tensors, relative to the larger norm; infinite for other shapes."""
-    if one.shape != other.shape:
-        return math.inf
-    one, other = one.double(), other.double()
-    size = max(one.norm().item(), other.norm().item())
-    if not math.isfinite(size):
-        return 0.0 if torch.equal(torch.isfinite(one), torch.isfinite(other)) else math.inf
-    return ((one - other).norm().item() / size) if size > 1e-12 else 0.0
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:

@@ -19,10 +19,27 @@ import random
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+
+def beside(name: str) -> Any:
+    """Return a module of this folder, in an environment that may be without shoal."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_shoal_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[f"_shoal_{name}"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING or __name__ != "_shoal_observer":
+    from shoal.programs import parts
+else:  # within a script, whose environment may be without shoal
+    parts = beside("parts")
 
 # Modules that only call another one; the outermost module is looked for inside of them.
 WRAPPERS = {
@@ -36,7 +53,6 @@ WRAPPERS = {
 }
 # Wrappers whose parameters and gradients are flat parts, which no parameter of a module has.
 UNREAD = {"FullyShardedDataParallel", "DeepSpeedEngine"}
-PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LOSSES = {
     "cross_entropy": "ignore_index",
     "nll_loss": "ignore_index",
@@ -73,20 +89,9 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return list(known.values())
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values of a tensor, detached, which may be a view."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor.detach()
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of this rank's values on the host."""
-    return local(tensor).to("cpu", copy=True)
-
-
 def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's values on this rank."""
-    flat = host_copy(tensor).contiguous().view(-1)  # NumPy would forbid to resize the tensor's own storage
+    flat = parts.host_copy(tensor).contiguous().view(-1)  # NumPy would forbid to resize the tensor's own storage
     flat = flat.view(torch.uint8) if flat.numel() else flat
     return hashlib.blake2b(flat.numpy().data if flat.numel() else b"", digest_size=16).hexdigest()
 
@@ -94,18 +99,11 @@ def digest(tensor: torch.Tensor) -> str:
 def row_digests(tensor: torch.Tensor) -> list[str]:
     """Return a digest of each row of a batch."""
     with torch.no_grad():
-        rows = host_copy(tensor).contiguous()
+        rows = parts.host_copy(tensor).contiguous()
         if rows.ndim == 0 or not rows.numel():
             return []
         flat = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in flat]
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
-    for prefix in PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def moved(tree: Any) -> Any:
@@ -113,8 +111,8 @@ def moved(tree: Any) -> Any:
 
     Raises: TypeError for an object that is no data.
     """
-    if isinstance(tree, torch.Tensor):
-        return host_copy(tree)
+    if isinstance(tree, torch.Tensor) and all(one.is_replicate() for one in getattr(tree, "placements", ())):
+        return parts.host_copy(tree)
     if type(tree) in (list, tuple):
         return type(tree)(moved(one) for one in tree)
     if isinstance(tree, dict) or (hasattr(tree, "keys") and hasattr(tree, "__getitem__")):
@@ -154,41 +152,27 @@ def restore_random(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor."""
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
-
-
-def place_of(tensor: Any) -> dict[str, Any] | None:
-    """Return where a rank's part lies in the whole tensor: shape, offset and placements. None for a whole tensor."""
-    if not is_sharded(tensor):
-        return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    kinds = [type(one).__name__ for one in tensor.placements]
-    return {"shape": tuple(tensor.shape), "offset": tuple(offset), "size": tuple(shape), "placements": kinds}
-
-
 def sketch_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return elements of a tensor at fixed places, and its norm: enough to tell two tensors apart."""
-    values = local(tensor)
+    values = parts.local(tensor)
     flat = values.reshape(-1)
     if flat.numel() * flat.element_size() > _MOST_OUTPUT:
         places = torch.linspace(0, flat.numel() - 1, 4096, dtype=torch.float64, device=flat.device).long()
         flat = flat[places]
     norm = values.double().norm().item() if values.is_floating_point() else 0.0
-    return {"shape": tuple(values.shape), "norm": norm, "values": flat.to("cpu", copy=True)}
+    return {"place": parts.place_of(tensor), "norm": norm, "values": flat.to("cpu", copy=True)}
 
 
 class ScriptParts:
-    """Outermost modules in the order of their first calls, keys of their parameters, and optimizers."""
+    """Outermost modules in the order of their first calls, parts of their parameters, and optimizers."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.beside: list[list[int]] = []  # for each module, the ranks that compute parts of one forward
         self.places: dict[int, int] = {}
-        self.keys: dict[int, str] = {}  # id of a parameter -> "MODULE:NAME"
-        self.parameters: dict[str, Any] = {}
+        self.wrappers: dict[int, nn.Module] = {}  # around a module: by the id of this
+        self.parts: dict[str, parts.ParameterPart] = {}
+        self.owners: dict[int, dict[str, None]] = {}  # keys of what a tensor of an optimizer has, by its id
         self.optimizers: list[Any] = []
 
     def number(self, module: nn.Module) -> int:
@@ -196,16 +180,21 @@ class ScriptParts:
         if id(module) not in self.places:
             self.places[id(module)] = len(self.modules)
             self.modules.append(module)
+            self.beside.append(parts.tensor_ranks(module))
         number = self.places[id(module)]
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in self.keys or self.parameters.get(self.keys[id(parameter)]) is not parameter:
-                key = f"{number}:{plain_name(name)}"
-                self.keys[id(parameter)], self.parameters[key] = key, parameter
+        for part in parts.parts_of(self.wrappers.get(id(module), module), number):
+            self.owners.setdefault(id(part.owner), {})[part.key] = None
+            self.parts[part.key] = part
         return number
 
-    def is_newest(self, key: str, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter is still the module's own of that name."""
-        return self.parameters.get(key) is parameter
+    def of(self, tensor: torch.Tensor) -> list[parts.ParameterPart]:
+        """Return the parts of parameters that a tensor of an optimizer has, of those that modules still use."""
+        own = [self.parts[key] for key in self.owners.get(id(tensor), ())]
+        return [part for part in own if part.owner is tensor]
+
+    def of_module(self, number: int) -> list[parts.ParameterPart]:
+        """Return the parts of a module's parameters."""
+        return [part for key, part in self.parts.items() if key.startswith(f"{number}:")]
 
     def number_of(self, optimizer: Any) -> int:
         """Return an optimizer's number, in the order of their construction."""
@@ -219,7 +208,7 @@ class ScriptParts:
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
     lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased")}
-    return {**lists, "unscaled": False, "weights": {}, "buffers": {}, "places": {}}
+    return {**lists, "unscaled": False, "weights": {}, "buffers": {}, "places": {}, "summed": {}, "carried": {}}
 
 
 class ScriptRecorder:
@@ -241,11 +230,12 @@ class ScriptRecorder:
         self._hooked: dict[str, Any] = {}
         self.num_backwards = 0
         self._in_backward = 0
+        self._first_backward = -1  # the step in which the newest first backward was
         self.seconds = 0.0
         self._done = False
         self._process = os.getpid()
         self.step = new_step()
-        self.rank, self.world = own_rank(), num_ranks()
+        self.rank, self.world = parts.own_rank(), num_ranks()
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -254,13 +244,16 @@ class ScriptRecorder:
         if what not in self.unseen:
             self.unseen.append(what)
 
-    def _store(self, into: dict[str, torch.Tensor], key: str, tensor: torch.Tensor) -> str:
-        """Store a parameter's values if they are not the newest stored ones; return their digest."""
-        now = digest(tensor)
-        if self._stored.get(key) != now:
-            self._stored[key] = now
-            if own_rank() == 0 or is_sharded(tensor):
-                into[key] = host_copy(tensor)
+    def _store(self, into: dict[str, torch.Tensor], part: parts.ParameterPart) -> str:
+        """Store a part's weights if they are not the newest stored ones; return their digest."""
+        weights = part.weights()
+        now = digest(weights)
+        if part.place is not None:
+            self.step["places"][part.key] = part.place
+        if self._stored.get(part.key) != now:
+            self._stored[part.key] = now
+            if parts.own_rank() == 0 or part.place is not None:
+                into[part.key] = parts.host_copy(weights)
         return now
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -271,6 +264,8 @@ class ScriptRecorder:
             return
         if is_passed_by(module):
             self.unread.update(UNREAD & {type(module).__name__})
+            if type(module).__name__ == "FullyShardedDataParallel":
+                self.known.wrappers.setdefault(id(module.module), module)
             return
         depth = getattr(self.thread, "now", 0)
         self.thread.now = depth + 1
@@ -280,22 +275,22 @@ class ScriptRecorder:
             self.thread.call = None
             return
         began = time.perf_counter()
+        self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
         number = self.known.number(module)
         first = not self.step["calls"]
         weights: dict[str, str] = {}
-        for parameter in module.parameters():
-            key = self.known.keys[id(parameter)]
-            if parameter.requires_grad and key not in self._hooked:
-                self._hooked[key] = parameter
-                if not is_sharded(parameter):
-                    parameter.register_hook(functools.partial(self._gradient, key, parameter))
-            weights[key] = self._store(self.step["weights"], key, parameter)
-            place = place_of(parameter)
-            if place is not None:
-                self.step["places"][key] = place
-        buffers = {f"{number}:{plain_name(n)}": b for n, b in module.named_buffers()}
+        dtypes: dict[str, str] = {}
+        for part in self.known.of_module(number):
+            if part.owner.requires_grad and part.key not in self._hooked:
+                self._hooked[part.key] = part.owner
+                if part.place is None:
+                    part.owner.register_hook(functools.partial(self._gradient, part.key, part.owner))
+            weights[part.key] = self._store(self.step["weights"], part)
+            if part.dtype != part.owner.dtype:
+                dtypes[part.key] = str(part.dtype)
+        buffers = {f"{number}:{parts.plain_name(n)}": b for n, b in module.named_buffers()}
         if first or not any(call["module"] == number for call in self.step["calls"]):
-            self.step["buffers"] |= {k: host_copy(b) for k, b in buffers.items() if b.numel() < 1 << 20}
+            self.step["buffers"] |= {k: parts.host_copy(b) for k, b in buffers.items() if b.numel() < 1 << 20}
         kind = next((p.device.type for p in module.parameters()), "cpu")
         self.thread.call = {
             "module": number,
@@ -303,8 +298,10 @@ class ScriptRecorder:
             "training": module.training,
             "unlike": [n for n, m in module.named_modules() if m.training != module.training],
             "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
-            "weights": hashlib.blake2b("".join(weights.values()).encode(), digest_size=16).hexdigest(),
+            "weights": weights if not self.steps else {},
+            "dtypes": dtypes,
             "passes": {},
+            "gradient_places": {},
         }
         self.seconds += time.perf_counter() - began
 
@@ -318,6 +315,7 @@ class ScriptRecorder:
             return
         self.thread.call = None
         began = time.perf_counter()
+        args, self.thread.args = self.thread.args, None
         try:
             call["args"], call["kwargs"] = moved(args), moved(dict(kwargs))
         except TypeError as error:
@@ -329,6 +327,7 @@ class ScriptRecorder:
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         call["outputs"] = [sketch_of(t) for t in outputs]
         call["number"] = len(self.step["calls"])
+        call["draws"] = not torch.equal(call["random"]["torch"], torch.get_rng_state())
         self.step["calls"].append(call)
         for place, tensor in enumerate(outputs):
             tensor.register_hook(functools.partial(self._output_gradient, call, place))
@@ -337,7 +336,10 @@ class ScriptRecorder:
     def _output_gradient(self, call: dict[str, Any], place: int, gradient: torch.Tensor) -> None:
         began = time.perf_counter()
         of_pass = call["passes"].setdefault(self.num_backwards, {})
-        of_pass[place] = host_copy(gradient) if place not in of_pass else of_pass[place] + host_copy(gradient)
+        of_pass[place] = (
+            parts.host_copy(gradient) if place not in of_pass else of_pass[place] + parts.host_copy(gradient)
+        )
+        call["gradient_places"][place] = parts.place_of(gradient)
         self.seconds += time.perf_counter() - began
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -346,6 +348,12 @@ class ScriptRecorder:
         """Run a backward as torch does, and count it."""
         outer = not self._in_backward
         self.num_backwards += outer
+        if outer and not self._done and self._first_backward != len(self.steps):
+            self._first_backward = len(self.steps)
+            for part in self.known.parts.values():
+                before = part.gradient() if part.place is not None else None
+                if before is not None and parts.local(before).any():
+                    self.step["carried"][part.key] = parts.host_copy(before)
         self._in_backward += 1
         try:
             return run(*args, **kwargs)
@@ -356,7 +364,7 @@ class ScriptRecorder:
         began = time.perf_counter()
         if parameter.grad is None:
             self.cleared([parameter])
-        values = host_copy(gradient)
+        values = parts.host_copy(gradient)
         self._spent.discard(key)
         self._local[key] = self._local[key] + values if key in self._local else values
         passes = self._passes.setdefault(key, [])
@@ -367,11 +375,11 @@ class ScriptRecorder:
     def cleared(self, parameters: Any) -> None:
         """Note that gradients are set to zero."""
         for parameter in parameters:
-            key = self.known.keys.get(id(parameter), "")
-            if key in self._local and key not in self._spent:
-                self.step["erased"].append(key)
-            self._local.pop(key, None)
-            self._passes.pop(key, None)
+            for part in self.known.of(parameter):
+                if part.key in self._local and part.key not in self._spent:
+                    self.step["erased"].append(part.key)
+                self._local.pop(part.key, None)
+                self._passes.pop(part.key, None)
 
     # ---------------------------------------------------------------------------------------------------- update
 
@@ -381,7 +389,7 @@ class ScriptRecorder:
             return
         began = time.perf_counter()
         step = self.step
-        self.rank, self.world = own_rank(), num_ranks()  # a script may leave its process group before it ends
+        self.rank, self.world = parts.own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
         step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
         step["strange"] = 0  # parameters of the optimizer that no observed module has
@@ -390,22 +398,22 @@ class ScriptRecorder:
             values |= {n: v.item() for n, v in group.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             names = []
             for parameter in group["params"]:
-                key = self.known.keys.get(id(parameter))
-                if key is None or not self.known.is_newest(key, parameter):
-                    step["strange"] += 1
-                    continue
-                names.append(key)
-                place = place_of(parameter)
-                if place is not None:
-                    step["places"][key] = place
-                self._store(step["weights"], key, parameter)
-                if parameter.grad is None:
-                    continue
-                step["gradients"][key] = host_copy(parameter.grad)
-                self._spent.add(key)
-                if key in self._local:
-                    step["local"][key] = self._local[key]
-                    step["passes"][key] = list(self._passes.get(key, ()))
+                own = self.known.of(parameter)
+                step["strange"] += not own
+                for part in own:
+                    names.append(part.key)
+                    self._store(step["weights"], part)
+                    gradient = part.gradient()
+                    if gradient is None:
+                        continue
+                    step["gradients"][part.key] = parts.host_copy(gradient)
+                    self._spent.add(part.key)
+                    summed = parts.place_of(gradient)
+                    if summed is not None:
+                        step["summed"][part.key] = summed["summed"]
+                    if part.key in self._local:
+                        step["local"][part.key] = self._local[part.key]
+                        step["passes"][part.key] = list(self._passes.get(part.key, ()))
             step["groups"].append({"names": names, "values": values})
         self.seconds += time.perf_counter() - began
 
@@ -418,9 +426,7 @@ class ScriptRecorder:
         digests: dict[str, str] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                key = self.known.keys.get(id(parameter))
-                if key is not None:
-                    digests[key] = self._store(after, key, parameter)
+                digests |= {part.key: self._store(after, part) for part in self.known.of(parameter)}
         self.step["after"], self.step["after_digests"] = after, digests
         self.steps.append(self.step)
         self.step = new_step()
@@ -453,10 +459,11 @@ class ScriptRecorder:
             "modules": [
                 {
                     "class": type(module).__name__,
-                    "names": [plain_name(n) for n, _ in module.named_parameters()],
-                    "shapes": [tuple(p.shape) for p in module.parameters()],
+                    "shapes": {p.key.partition(":")[2]: p.shape for p in self.known.of_module(number)},
+                    "beside": self.known.beside[number],
+                    "casts": parts.casts_of(module),
                 }
-                for module in self.known.modules
+                for number, module in enumerate(self.known.modules)
             ],
             "optimizers": [type(optimizer).__name__ for optimizer in self.known.optimizers],
             "steps": self.steps,
@@ -482,19 +489,9 @@ def leave(folder: str, world: int) -> None:
     os._exit(0)
 
 
-def own_rank() -> int:
-    """Return this process's rank, which a script that starts its processes itself may set late."""
-    return torch.distributed.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
-
-
 def num_ranks() -> int:
     """Return the number of processes."""
-    return torch.distributed.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_joined() -> bool:
-    """Return True if this process is in a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if parts.is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_passed_by(module: nn.Module) -> bool:
@@ -522,23 +519,12 @@ def start() -> None:
     recorder = ScriptRecorder(options["folder"], options["steps"])
     note_optimizers(recorder)
     if options["mode"] == "replay":
-        beside("replay").ScriptReplay(options["of"], options["folder"], recorder).install()
+        beside("replay").ScriptReplay(options, recorder).install()
         return
     observe_steps(recorder)
     observe_calls(recorder)
     observe_data(recorder)
     atexit.register(recorder.write)
-
-
-def beside(name: str) -> Any:
-    """Return a module of this folder, in an environment that may be without shoal."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"_shoal_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[f"_shoal_{name}"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def method(owner: Any, name: str, before: Any) -> None:
@@ -616,12 +602,12 @@ def observe_calls(recorder: ScriptRecorder) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         result = run(parameters, *args, **kwargs)
         limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-        keys = [recorder.known.keys.get(id(p)) for p in parameters]
+        keys = [part.key for p in parameters for part in recorder.known.of(p)]
         about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
-        if kind == "norm" and is_sharded(result) and any(not one.is_replicate() for one in result.placements):
+        if kind == "norm" and parts.is_sharded(result) and any(not one.is_replicate() for one in result.placements):
             recorder.note("the norm by which gradients are clipped: each rank has a part of it")
         elif kind == "norm":
-            about["norm"] = float(local(result))
+            about["norm"] = float(parts.local(result))
         recorder.step["clips"].append(about)
         return result
 
@@ -674,7 +660,7 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     recorder.step["losses"].append(about)
 
     def received(gradient: torch.Tensor) -> None:
-        about["gradient"] = (about["gradient"] or 0.0) + float(local(gradient).double().sum())
+        about["gradient"] = (about["gradient"] or 0.0) + float(parts.local(gradient).double().sum())
 
     result.register_hook(received)
 

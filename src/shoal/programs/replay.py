@@ -8,6 +8,7 @@ got. No sampler has to agree, and each step is judged from its own weights. Like
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import traceback
@@ -17,21 +18,24 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
-    from shoal.programs import observer
+    from shoal.programs import observer, parts
 else:  # within a script, whose environment may be without shoal
-    observer = sys.modules["_shoal_observer"]
+    observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
 
 
 class ScriptReplay:
     """Replay of a record in one process, which takes the script's modules and optimizers over."""
 
-    def __init__(self, records: str, folder: str, recorder: observer.ScriptRecorder) -> None:
-        self._records, self.folder, self._recorder = records, folder, recorder
+    def __init__(self, options: dict[str, Any], recorder: observer.ScriptRecorder) -> None:
+        self._records, self.folder, self._recorder = options["of"], options["folder"], recorder
+        self._options = options
         self.failures: list[str] = []
 
     def install(self) -> None:
         """Wait for the script's first forward with gradients, and take over there."""
         leave_whole()
+        if "ranks" in self._options:
+            stand_alone(self._options["rank"], self._options["ranks"])
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if not observer.is_passed_by(module) and observer.is_trained(module):
@@ -66,8 +70,10 @@ class ScriptReplay:
         buffers: dict[str, torch.Tensor] = {}
         for number, one in enumerate(modules):
             if one is not None:
-                keys |= {f"{number}:{observer.plain_name(n)}": p for n, p in one.named_parameters()}
-                buffers |= {f"{number}:{observer.plain_name(n)}": b for n, b in one.named_buffers()}
+                for name, own in one.named_modules():
+                    cast_around(own, *first["modules"][number]["casts"].get(parts.plain_name(name), (None, None)))
+                keys |= {f"{number}:{parts.plain_name(n)}": p for n, p in one.named_parameters()}
+                buffers |= {f"{number}:{parts.plain_name(n)}": b for n, b in one.named_buffers()}
         by_id = {id(p): key for key, p in keys.items()}
         optimizers = self._optimizers(first, by_id)
         results: list[dict[str, Any]] = []
@@ -76,8 +82,9 @@ class ScriptReplay:
             places = [step["places"] for step in steps]
             self._load(keys, [step["weights"] for step in steps], places)
             result: dict[str, Any] = {"outputs": {}, "local": {}, "left_out": []}
+            join_gradients(steps, [record["modules"] for record in records])
             for rank, step in enumerate(steps):
-                own, left_out, outputs = self._gradients(modules, keys, buffers, step)
+                own, left_out, outputs = self._gradients(modules, keys, buffers, step, first["modules"])
                 result["local"][rank], result["outputs"][rank] = own, outputs
                 result["left_out"] += left_out
             result["updated"] = self._updated(optimizers, keys, steps, places)
@@ -95,8 +102,7 @@ class ScriptReplay:
                 for m in candidates
                 if type(m).__name__.removeprefix("FSDP") == about["class"].removeprefix("FSDP")
                 and not any(m is own for own in modules)
-                and [observer.plain_name(n) for n, _ in m.named_parameters()] == about["names"]
-                and [tuple(p.shape) for p in m.parameters()] == about["shapes"]
+                and {parts.plain_name(n): tuple(p.shape) for n, p in m.named_parameters()} == about["shapes"]
             ]
             if not same:
                 self.failures.append(f"{about['class']} is not there again in one process")
@@ -110,9 +116,9 @@ class ScriptReplay:
             groups = next((s["groups"] for s in record["steps"] if s.get("optimizer") == place), None)
             if groups is None:
                 continue
-            wanted = [own["names"] for own in groups]
+            wanted = [set(own["names"]) for own in groups]
             for optimizer in self._recorder.known.optimizers:
-                own = [[by_id.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+                own = [{by_id.get(id(p)) for p in group["params"]} for group in optimizer.param_groups]
                 if type(optimizer).__name__ == name and own == wanted:
                     optimizers[place] = optimizer
                     break
@@ -129,14 +135,20 @@ class ScriptReplay:
             for rank, own in enumerate(ranks):
                 for key, value in own.items():
                     if key in keys:
-                        part(observer.local(keys[key]), places[rank].get(key)).copy_(value)
+                        part(parts.local(keys[key]), places[rank].get(key)).copy_(value)
 
     def _gradients(
-        self, modules: list[nn.Module | None], keys: dict[str, Any], buffers: dict[str, Any], step: dict[str, Any]
+        self,
+        modules: list[nn.Module | None],
+        keys: dict[str, Any],
+        buffers: dict[str, Any],
+        step: dict[str, Any],
+        about: list[dict[str, Any]],
     ) -> tuple[dict[str, torch.Tensor], list[str], list[Any]]:
         """Compute one rank's forwards and backwards of a step again. Return gradients, what was left out, outputs."""
         totals: dict[str, torch.Tensor] = {}
         left_out, compared = [], []
+        lacking = set[int]()  # modules of which not all gradients are computed again
         with torch.no_grad():
             for key, value in step["buffers"].items():
                 if key in buffers and buffers[key].shape == value.shape:
@@ -145,6 +157,7 @@ class ScriptReplay:
             module = modules[call["module"]]
             if module is None or call["args"] is None:
                 left_out.append(f"call {call['number']}")
+                lacking.add(call["module"])
                 continue
             module.train(call["training"])
             by_name = dict(module.named_modules())
@@ -157,11 +170,27 @@ class ScriptReplay:
             dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None
             with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 torch.clear_autocast_cache()
-                output = module(*args, **kwargs)
+                output = self._called(module, call, args, kwargs)
             outputs = [t for t in observer.tensors_of(output) if t.requires_grad]
-            compared.append({"call": call["number"], "outputs": [observer.sketch_of(t) for t in outputs]})
+            recorded = [one["place"] for one in call["outputs"]] + [None] * len(outputs)
+            sketches = [observer.sketch_of(part(t, place)) for t, place in zip(outputs, recorded, strict=False)]
+            why = ""
             if len(outputs) != len(call["outputs"]):
-                left_out.append(f"call {call['number']}: {len(outputs)} outputs, not {len(call['outputs'])}")
+                why = f"{len(outputs)} outputs, not {len(call['outputs'])}"
+            elif len(about[call["module"]]["beside"]) > 1:
+                errors = [distance(a["values"], b["values"]) for a, b in zip(call["outputs"], sketches, strict=True)]
+                if any(map(math.isinf, errors)):
+                    why = "a rank has a part of its output"
+                elif call["draws"] and max(errors, default=0.0) > 1e-3:
+                    why = "each rank draws random numbers for its part of the model"
+                elif max(errors, default=0.0) > 3e-2:
+                    lacking.add(call["module"])
+            if why:
+                left_out.append(f"call {call['number']}: {why}")
+                lacking.add(call["module"])
+                continue
+            compared.append({"call": call["number"], "outputs": sketches})
+            if call["module"] in lacking:
                 continue
             wanted = [key for key, p in keys.items() if p.requires_grad and key.startswith(f"{call['module']}:")]
             passes = sorted(call["passes"])
@@ -181,9 +210,21 @@ class ScriptReplay:
                     counted = step["passes"].get(key)
                     if gradient is None or (counted is not None and of_pass not in counted):
                         continue
-                    value = observer.host_copy(gradient)
+                    value = parts.host_copy(gradient)
                     totals[key] = totals[key] + value if key in totals else value
-        return totals, left_out, compared
+        complete = {key: total for key, total in totals.items() if int(key.partition(":")[0]) not in lacking}
+        return complete, left_out, compared
+
+    @staticmethod
+    def _called(module: nn.Module, call: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """Call a module with its parameters in the types in which they were computed."""
+        if not call["dtypes"]:
+            return module(*args, **kwargs)
+        cast = {}
+        for name, p in module.named_parameters():
+            dtype = call["dtypes"].get(f"{call['module']}:{parts.plain_name(name)}")
+            cast[name] = p if dtype is None else p.to(getattr(torch, dtype.removeprefix("torch.")))
+        return torch.func.functional_call(module, cast, args, kwargs)
 
     @staticmethod
     def _own_gradients(outputs: list[torch.Tensor], recorded: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -227,24 +268,63 @@ class ScriptReplay:
         for key in names:
             keys[key].grad = None
         for rank, step in enumerate(steps):
-            for key, gradient in step["gradients"].items():
-                place = places[rank].get(key)
+            for key in step["gradients"]:
+                gradient, place = summed_gradient(steps, rank, key), places[rank].get(key)
                 if rank and place is None:
                     continue
                 if keys[key].grad is None:
                     keys[key].grad = torch.zeros_like(keys[key])
-                part(observer.local(keys[key].grad), place).copy_(gradient)
+                part(parts.local(keys[key].grad), place).copy_(gradient)
         optimizer.step()
-        return {key: observer.host_copy(keys[key]) for key in names}
+        return {key: parts.host_copy(keys[key]) for key in names}
 
 
 def part(whole: torch.Tensor, place: dict[str, Any] | None) -> torch.Tensor:
     """Return the view of a whole tensor that a rank has."""
     if place is None:
         return whole
+    if len(place["offset"]) != len(place["shape"]):  # elements of the flattened tensor
+        whole = whole.view(-1)
     for dim, (offset, size) in enumerate(zip(place["offset"], place["size"], strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
     return whole
+
+
+def summed_gradient(steps: list[dict[str, Any]], rank: int, key: str, name: str = "gradients") -> Any:
+    """Return the gradient that a rank's optimizer gets. DTensor sums partial ones over ranks when they are used."""
+    own = [steps[one][name].get(key) for one in steps[rank]["summed"].get(key) or [rank]]
+    return None if any(gradient is None for gradient in own) else torch.stack(own).sum(0)
+
+
+def join_gradients(steps: list[dict[str, Any]], modules: list[list[dict[str, Any]]]) -> None:
+    """Join the gradients of outputs that are DTensors from those of all ranks that compute parts of them."""
+    joined = []
+    for rank, step in enumerate(steps):
+        for number, call in enumerate(step["calls"]):
+            for of_pass, received in call["passes"].items():
+                for output in received:
+                    place = call["gradient_places"][output]
+                    if place is None:
+                        continue
+                    whole = received[output].new_zeros(place["shape"])
+                    for beside in modules[rank][call["module"]]["beside"]:
+                        peer = steps[beside]["calls"][number]
+                        own = part(whole, peer["gradient_places"][output])
+                        own.copy_(peer["passes"][of_pass][output] + (own if place["summed"] else 0.0))
+                    joined.append((received, output, whole))
+    for received, output, whole in joined:
+        received[output] = whole
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the distance of two tensors, relative to the larger norm; infinite for other shapes."""
+    if one.shape != other.shape:
+        return math.inf
+    one, other = one.double(), other.double()
+    size = max(one.norm().item(), other.norm().item())
+    if not math.isfinite(size):
+        return 0.0 if torch.equal(torch.isfinite(one), torch.isfinite(other)) else math.inf
+    return ((one - other).norm().item() / size) if size > 1e-12 else 0.0
 
 
 def on(tree: Any, device: torch.device) -> Any:
@@ -258,9 +338,26 @@ def on(tree: Any, device: torch.device) -> Any:
     return tree
 
 
+def cast_around(module: nn.Module, inside: str | None, outside: str | None) -> None:
+    """Let a module cast its inputs and outputs to the types of these names."""
+    from torch.utils._pytree import tree_map_only
+
+    def cast(tree: Any, name: str) -> Any:
+        dtype = getattr(torch, name.removeprefix("torch."))
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+    if inside is not None:
+        module.register_forward_pre_hook(lambda m, a, k: (cast(a, inside), cast(k, inside)), with_kwargs=True)
+    if outside is not None:
+        module.register_forward_hook(lambda m, a, output: cast(output, outside))
+
+
 def leave_whole() -> None:
-    """Let `fully_shard` return modules as they are: one process has them whole."""
+    """Let what shards modules return them as they are: one process has them whole."""
     import torch.distributed.fsdp as fsdp
+    import torch.distributed.tensor as tensor
+    from torch.distributed import device_mesh
+    from torch.distributed.tensor import parallel
 
     methods = (
         *("set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward", "reshard", "unshard"),
@@ -275,4 +372,35 @@ def leave_whole() -> None:
                     setattr(type(own), name, lambda self, *a, **k: None)
         return module
 
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs.get("module", kwargs.get("tensor"))
+
     fsdp.fully_shard = fully_shard
+    owners: list[Any] = [device_mesh, tensor, torch.distributed, parallel]
+    for owner in owners:
+        owner.parallelize_module = owner.distribute_tensor = owner.distribute_module = same
+    make_mesh = device_mesh.init_device_mesh
+
+    def small_mesh(kind: str, shape: tuple[int, ...], **kwargs: Any) -> Any:
+        return make_mesh(kind, (1,) * len(shape), **kwargs)
+
+    for owner in owners:
+        owner.init_device_mesh = small_mesh
+
+
+def stand_alone(rank: int, ranks: int) -> None:
+    """Let this process be one of several whose others are not there: collective calls change nothing."""
+    from torch.distributed import device_mesh, distributed_c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    join, make_group = distributed_c10d.init_process_group, distributed_c10d.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        join("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+    def new_group(members: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return make_group(kwargs.get("ranks", members))
+
+    owners: list[Any] = [torch.distributed, distributed_c10d, device_mesh]
+    for owner in owners:
+        owner.init_process_group, owner.new_group = init_process_group, new_group

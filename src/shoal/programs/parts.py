@@ -1,0 +1,144 @@
+"""Parts of parameters that a rank has, of every way of sharding: where they lie, their weights and gradients.
+
+Within a script this needs torch alone, as the observer does. Nothing here makes a collective call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+# Parts of names that wrappers put before those of the wrapped module.
+WRAPPED = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values of a tensor, detached, which may be a view."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of this rank's values on the host."""
+    return local(tensor).to("cpu", copy=True)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of wrappers."""
+    return ".".join(one for one in name.split(".") if one not in WRAPPED)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return True for a DTensor."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def place_of(tensor: Any) -> dict[str, Any] | None:
+    """Return where a rank's part lies in the whole tensor, and with which ranks' it is to be summed. None if whole."""
+    if not is_sharded(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    partial = [axis for axis, one in enumerate(tensor.placements) if one.is_partial()]
+    summed = ranks_along(tensor.device_mesh, partial) if partial else []
+    return {"shape": tuple(tensor.shape), "offset": tuple(offset), "size": tuple(shape), "summed": summed}
+
+
+def ranks_along(mesh: Any, axes: list[int]) -> list[int]:
+    """Return the ranks of a mesh that differ from this one along some axes only."""
+    own = mesh.get_coordinate()
+    ranks = mesh.mesh[tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))]
+    return sorted(int(rank) for rank in ranks.flatten())
+
+
+def tensor_ranks(module: nn.Module) -> list[int]:
+    """Return the ranks that compute parts of this rank's forward: those of DTensors, but not those of `fully_shard`."""
+    own, data = {own_rank()}, set[int]()
+    modules: Any = module.modules()
+    for part in modules:
+        group = part._get_fsdp_state()._fsdp_param_group if hasattr(part, "_get_fsdp_state") else None
+        data |= {int(rank) for rank in group.mesh_info.mesh.mesh.flatten()} if group is not None else set()
+    parameters: Any = module.parameters()
+    for mesh in {p.device_mesh for p in parameters if is_sharded(p)}:
+        groups = [set(ranks_along(mesh, [axis])) for axis in range(mesh.ndim)]
+        own = own.union(*(group for group in groups if not group <= data))
+    return sorted(own)
+
+
+class ParameterPart(NamedTuple):
+    """A parameter, or this rank's part of one: where it lies in the whole, its weights and its gradient."""
+
+    key: str  # "MODULE:NAME"
+    place: dict[str, Any] | None
+    shape: tuple[int, ...]
+    owner: torch.Tensor  # what an optimizer has; a flat tensor has several parts
+    weights: Callable[[], torch.Tensor]
+    gradient: Callable[[], torch.Tensor | None]
+    dtype: torch.dtype  # in which the forward computes
+
+
+def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
+    """Yield this rank's parts of the parameters of a module, or of the wrapper around it."""
+    dtypes: dict[int, torch.dtype] = {}
+    flat = set[str]()
+    for prefix, one in module.named_modules():
+        state = one._get_fsdp_state() if hasattr(one, "_get_fsdp_state") else None
+        if state is not None and state._mp_policy.param_dtype is not None:
+            own = getattr(state._fsdp_param_group, "fsdp_params", ())
+            dtypes |= {id(p.sharded_param): state._mp_policy.param_dtype for p in own}
+        handle = getattr(one, "_handle", None) if type(one).__name__ == "FullyShardedDataParallel" else None
+        if handle is None:
+            continue
+        whole = handle.flat_param
+        owners = whole._params or [whole] * len(whole._fqns)
+        for name, shape, own, owner in zip(whole._fqns, whole._shapes, whole._shard_param_infos, owners, strict=True):
+            begin, size = (own.offset_in_shard, own.numel_in_shard) if own.in_shard else (0, 0)
+            key = f"{number}:{plain_name(f'{prefix}.{name}')}".rstrip(".")
+            flat.add(key)
+
+            def weights(whole: Any = whole, begin: int = begin, size: int = size) -> Any:
+                return whole._local_shard[begin : begin + size]
+
+            def gradient(owner: Any = owner, whole: Any = whole, begin: int = begin, size: int = size) -> Any:
+                return owner.grad if owner is not whole or owner.grad is None else owner.grad[begin : begin + size]
+
+            place = flat_place(shape, own.intra_param_start_idx if own.in_shard else 0, size)
+            yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
+    for name, p in module.named_parameters():
+        key = f"{number}:{plain_name(name)}"
+        if key not in flat and not hasattr(p, "_fqns"):
+            own = (p.detach, functools.partial(getattr, p, "grad"))
+            yield ParameterPart(key, place_of(p), tuple(p.shape), p, *own, dtypes.get(id(p), p.dtype))
+
+
+def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:
+    """Return the types to which `fully_shard` casts the inputs and outputs of modules, by their names."""
+    casts = {}
+    for name, one in module.named_modules():
+        policy = one._get_fsdp_state()._mp_policy if hasattr(one, "_get_fsdp_state") else None
+        if policy is not None and (policy.param_dtype or policy.output_dtype):
+            inside = policy.param_dtype if policy.cast_forward_inputs else None
+            outside = policy.output_dtype
+            casts[plain_name(name)] = (inside and str(inside), outside and str(outside))
+    return casts
+
+
+def flat_place(shape: Any, offset: int, size: int) -> dict[str, Any]:
+    """Return the place of elements of a flattened tensor."""
+    return {"shape": tuple(shape), "offset": (offset,), "size": (size,), "summed": []}
+
+
+def own_rank() -> int:
+    """Return this process's rank, which a script that starts its processes itself may set late."""
+    return torch.distributed.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
+
+
+def is_joined() -> bool:
+    """Return True if this process is in a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
