@@ -40,6 +40,11 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
     Running statistics become the mean of the statistics that the grains produce, weighted by rows.
     """
     running = {name: given[name] for name in _RUNNING if given.get(name) is not None}
+    if len(parts) == 1:
+        # torch counts no version of this write. Autograd keeps aliases, so that later writes are no error of its.
+        whole = F.batch_norm(**{**given, **{name: value.data for name, value in running.items()}})
+        torch.autograd.graph.increment_version(running.values())
+        return whole
     own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
     input, grains = given["input"], len(parts)
     if _is_launch_bound(input, parts):  # one call, which treats each grain's channels as separate channels
@@ -54,7 +59,7 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
             F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in own.items()}})
             for place, part in enumerate(parts)
         ]
-        whole = outputs[0] if grains == 1 else torch.cat(outputs)
+        whole = torch.cat(outputs)
     for name, values in own.items():  # the backward reads the values, so nothing writes them
         if len(set(map(len, parts))) == 1:
             torch.mean(values, 0, out=running[name])
@@ -69,7 +74,7 @@ def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
 
     Channels-last inputs return False: one call would convert them to another format and back.
     """
-    return len(parts) > 1 and input.is_cuda and input.is_contiguous() and len(set(map(len, parts))) == 1
+    return input.is_cuda and input.is_contiguous() and len(set(map(len, parts))) == 1
 
 
 def normalised_at_once(sizes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
@@ -233,6 +238,8 @@ class StepBuffers:
             index = torch.repeat_interleave(torch.tensor(lengths)).to(self.model.device)
             self._blocks.append(_Block(rule, kind, is_whole, tuple(own), lengths, slots, index, size))
         self.num_values = sum(block.size for block in self._blocks)
+        # Whether `assign` computes from one microbatch's terms, bit for bit, what its forward has left.
+        self.keeps = all(b.is_whole or b.rule in TAKEN or (b.rule == "mean" and b.dtype.itemsize < 8) for b in self._blocks)
 
     def begin(self) -> None:
         """Save the values of the buffers at the beginning of a step."""
@@ -297,6 +304,21 @@ class StepBuffers:
                 values = values.flatten()
             parts.append(values * num_samples if block.rule == "mean" else values)
         return torch.cat(parts)
+
+    def settle(self) -> None:
+        """Accept what the only microbatch of a step has left. Raises: JobError if a buffer's shape has changed."""
+        for name in self.names:
+            value = self.model.now(name)
+            if value.shape != self._shapes[name]:
+                raise _reshaped(name, self._shapes[name], value.shape)
+            if value.dtype != self._kinds[name]:  # which a forward under autocast may leave
+                home, key = self.model.homes[name]
+                home[key] = value.detach().to(self._kinds[name])
+
+    def keep(self) -> dict[str, Tensor]:
+        """End a step with the values that its only microbatch has left. Return the values before it."""
+        began, self._saved = self._saved, {}
+        return began
 
     def zeros(self) -> Tensor:
         """Return the contribution of a microbatch of weight zero."""

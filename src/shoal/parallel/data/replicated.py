@@ -334,6 +334,7 @@ class DataParallel(AccumulatingStrategy):
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
         self._factor: float | Tensor = 1.0
+        self.is_alone = mesh.world_size == 1
         self._parameters = list(parameters)
         # Whether the sums of several ranks travel with the gradients.
         self._in_buckets = reduce == torch.float32 and mesh.num_data_ranks == mesh.world_size

@@ -186,7 +186,9 @@ class LateReads:
                 parts.updater.stepper.queue_step(masks)
 
             norms = parts.updater.queue(sums, bad, factor, update)
-            if parts.buffers.names:
+            if step.passes.is_alone:
+                step.passes.began = parts.buffers.keep()
+            elif parts.buffers.names:
                 parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), bad == 0)
             numbers = sums.packed(bad, norms)
             masks_next = bad if sums.rows is None else bad.maximum(interrupts(sums.rows).float())
@@ -262,6 +264,11 @@ class LateReads:
             record = self._records.waiting[0]
             own = measures(record.spans, record.seconds, record.memory_bytes)
             self._records.write(agree(self._mesh, Report(measures=own)))
+
+    def undo(self, *flights: StepInFlight) -> None:
+        """Restore the buffers that steps which changed nothing else have left; the last step comes first."""
+        for flight in flights:
+            self._parts.buffers.model.put(flight.step.passes.began)
 
     def repeat(self, flight: StepInFlight, failures: Flags) -> None:
         """Handle the failures of a step that changed nothing, and read some steps at once from there.

@@ -405,6 +405,7 @@ class Trainer:
                     self._buffers.restore()
                     if unread is not None and isinstance(self._take(unread, followed=True), Flags):
                         parts.updater.num_begun -= 1  # it was masked: its update changed nothing
+                        self._late.undo(unread)
                 raise
             after = self._read_late(unread, flight) if unread is not None else None
             if after is None and self._late.must_read(flight):
@@ -443,6 +444,7 @@ class Trainer:
             return (FetchedStep(followed.fetched.step, error=error) if error is not None else None), agreement
         self._parts.updater.num_begun -= 1
         try:
+            self._late.undo(*filter(None, (followed, flight)))
             self._late.repeat(flight, failures)
         except Exception as error:
             self._of_step = error
@@ -509,6 +511,7 @@ class Trainer:
         """Apply the job's policy; return None after a rollback. Raises: NonFiniteError, the same on every rank."""
         parts, state = self._parts, self.state
         culprits = None
+        self._buffers.restore()
         if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
             computer = parts.computer
             culprits = find_nonfinite(computer, computer.precision, parts.parameters, self._mesh, computed.seen)

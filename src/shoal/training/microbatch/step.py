@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -396,6 +396,8 @@ class ForwardBackward:
     with_gradient: Callable[[int, Tensor], Tensor] | None = None
     scale: float | Tensor = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
     is_observed: bool = False  # whether the observer looks at this step
+    is_alone: bool = False  # whether the step has one microbatch on one rank, whose buffers are the step's
+    began: dict[str, Tensor] = field(default_factory=dict)  # of such a step that is queued: buffers before it
 
     def begin(self, step: int) -> None:
         """Start the step, or start it again, without gradients and sums."""
@@ -447,7 +449,7 @@ class ForwardBackward:
         parts = self.parts
         if counts and self.is_observed:
             parts.observer.computed()
-        if not parts.buffers.is_empty:
+        if not parts.buffers.is_empty and not self.is_alone:
             parts.buffers.restore()
 
     def add(
@@ -472,7 +474,7 @@ class ForwardBackward:
         if not buffers.is_empty:
             if counts:
                 parts.computer.check_buffers(buffers)
-            zeros = buffers.zeros()
+            zeros = buffers.nothing if self.is_alone else buffers.zeros()
         sums, total = self.terms(microbatch, total, weight, zeros) if counts else (buffer_sums(zeros), total * 0.0)
         if self.with_gradient is not None:
             total = self.with_gradient(microbatch.step, total)
@@ -486,7 +488,9 @@ class ForwardBackward:
                 raise
             refuse_past_the_model("loss", error)
             raise user_error("the backward", error) from error
-        if counts and buffers.names:
+        if self.is_alone:
+            buffers.settle()
+        elif counts and buffers.names:
             strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
 
     def terms(
@@ -530,7 +534,9 @@ class ForwardBackward:
         Return a line for people if the guard of compressed sums ends the compression, otherwise None.
         """
         parts, compression = self.parts, self.parts.strategy.compression
-        if skipped is None and not parts.buffers.is_empty:
+        if self.is_alone:
+            parts.buffers.restore() if skipped is not None else parts.buffers.keep()
+        elif skipped is None and not parts.buffers.is_empty:
             parts.buffers.assign(sums.buffers, sums.num_samples)
         if self.is_observed:
             parts.observer.updated(skipped)
@@ -679,6 +685,8 @@ class StepRunner:
         meets = parts.strategy.syncs_every_microbatch
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
+        is_one = fetched.data is not None and fetched.data.num_microbatches == 1
+        passes.is_alone = is_one and parts.strategy.is_alone and parts.buffers.keeps
         passes.begin(fetched.step)
         if passes.is_observed:
             parts.observer.begin(fetched.step, factor)
