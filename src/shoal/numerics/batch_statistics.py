@@ -239,7 +239,9 @@ class StepBuffers:
             self._blocks.append(_Block(rule, kind, is_whole, tuple(own), lengths, slots, index, size))
         self.num_values = sum(block.size for block in self._blocks)
         # Whether `assign` computes from one microbatch's terms, bit for bit, what its forward has left.
-        self.keeps = all(b.is_whole or b.rule in TAKEN or (b.rule == "mean" and b.dtype.itemsize < 8) for b in self._blocks)
+        self.keeps = all(
+            b.is_whole or b.rule in TAKEN or (b.rule == "mean" and b.dtype.itemsize < 8) for b in self._blocks
+        )
 
     def begin(self) -> None:
         """Save the values of the buffers at the beginning of a step."""

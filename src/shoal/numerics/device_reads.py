@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -26,16 +27,21 @@ def send(values: Tensor, into: Tensor) -> None:
     into.copy_(values.pin_memory() if into.is_cuda and values.is_cpu else values, non_blocking=True)
 
 
-class Constants(dict[tuple[int, ...], Tensor]):
-    """Small integers on a device by value, as float64. They stay there, so that steady and captured steps send none."""
+class Constants(dict[tuple[float, ...], Tensor]):
+    """Numbers on a device by value, as float64. They stay there, so that steady and captured steps send none."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
 
-    def __missing__(self, key: tuple[int, ...]) -> Tensor:
+    def __missing__(self, key: tuple[float, ...]) -> Tensor:
         self[key] = constant = sent(torch.tensor(key, dtype=torch.float64), self._device)
         return constant
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of tensors, uint8 [n], by one operation."""
+    return torch.cat([part.detach().reshape(-1).view(torch.uint8) for part in parts])
 
 
 class LateNumbers:

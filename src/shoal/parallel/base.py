@@ -243,26 +243,70 @@ class StepSums:
         self.buffers = sums[NUM_SUMS:]  # the buffers' values, each multiplied by its number of samples
 
 
+_OF_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
+
+
+@dataclass  # made in every step
+class LateTerms:
+    """Terms of a step's sums on one rank, of which only the loss is on the device.
+
+    `known`: float64, the other numbers, on the host. The places of `total` and `weight` are unused.
+    """
+
+    known: Tensor
+    total: Tensor
+    weight: Tensor
+
+    def add_(self, other: LateTerms) -> LateTerms:
+        """Add another microbatch's terms."""
+        self.known += other.known
+        self.total, self.weight = self.total.double() + other.total, self.weight.double() + other.weight
+        return self
+
+    def sums(self) -> Tensor:
+        """Return all terms on the device."""
+        sums = device_reads.sent(self.known, self.total.device)
+        sums[TOTAL], sums[WEIGHT] = self.total, self.weight
+        return sums
+
+
 @dataclass(frozen=True)
 class QueuedSums:
     """Sums of a step over all ranks, as in StepSums, that are still on the device and unread.
 
     `sums`: float64. `failures` [3]: the two flags, and the number of parameters for which the presence of a gradient
     differs from the last step that was read at once. `rows`: float32 [world_size, n], or None if they did not travel
-    with the sums. `fails`: False if the host knows that there is no failure.
+    with the sums. `fails`: False if the host knows that there is no failure. `loss`: total and weight if the other sums
+    are on the host.
     """
 
     sums: Tensor
     failures: Tensor
     rows: Tensor | None
     fails: bool = True
+    loss: tuple[Tensor, Tensor] | None = None
 
     def packed(self, bad: Tensor, norms: Sequence[Tensor]) -> Tensor:
-        """Return one float64 vector for a single read: `bad`, failures, sums, any rows, and `norms`."""
-        parts = [bad.reshape(1), self.failures, self.sums]
-        parts += [self.rows.flatten()] if self.rows is not None else []
-        parts += [norm.reshape(1) for norm in norms]
-        return torch.cat([part.double() for part in parts])
+        """Return the bytes of all unread numbers for a single read. `norms`: float64."""
+        return device_reads.packed([bad, *self._unread, *norms])
+
+    def unpacked(self, read: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any], ...]:
+        """Return `bad`, failures, sums, rows (or an empty array) and norms from the bytes of `packed`."""
+        unread = self._unread
+        bad, *parts, norms = np.split(read, np.cumsum([4, *(part.nbytes for part in unread)]))
+        failures, *loss, rows = [
+            np.frombuffer(part.tobytes(), _OF_NUMPY[own.dtype]) for part, own in zip(parts, unread, strict=True)
+        ]
+        sums = loss[0]
+        if self.loss is not None:
+            sums = self.sums.numpy()
+            sums[[TOTAL, WEIGHT]] = np.concatenate(loss)
+        return np.frombuffer(bad.tobytes(), np.float32), failures, sums, rows, np.frombuffer(norms.tobytes())
+
+    @property
+    def _unread(self) -> list[Tensor]:
+        rows = self.failures[:0] if self.rows is None else self.rows
+        return [self.failures, *(self.loss or [self.sums]), rows]
 
 
 def refuse_weight(weight: float) -> float:
@@ -276,17 +320,28 @@ def refuse_weight(weight: float) -> float:
     return weight
 
 
-def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-    """Return one microbatch's terms of the step's sums: float64, on the device, without waiting for the device."""
+def microbatch_sums(
+    microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor, *, is_alone: bool = False
+) -> Tensor | LateTerms:
+    """Return one microbatch's terms of the step's sums: float64, on the device, without waiting for the device.
+
+    `is_alone`: no other rank needs the terms.
+    """
     # A read on the host waits for nothing, and one array made of numbers costs a fraction of writes into its elements.
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, total.requires_grad, *microbatch.words]))
-    if not (here and buffers.is_cpu):
-        sums = device_reads.sent(sums, buffers.device)
     if not here:
-        sums[TOTAL] = total.detach()
-        sums[WEIGHT] = weight
+        loss = [
+            total.detach(),
+            weight if isinstance(weight, Tensor) else torch.full_like(total, weight, dtype=sums.dtype),
+        ]
+        late = LateTerms(sums, *(part.detach() if part.dtype in _OF_NUMPY else part.double() for part in loss))
+        if is_alone and not len(buffers):
+            return late
+        sums = late.sums()
+    elif not buffers.is_cpu:
+        sums = device_reads.sent(sums, buffers.device)
     return torch.cat([sums, buffers]) if len(buffers) else sums
 
 
@@ -453,7 +508,7 @@ class Strategy(ABC):
 class AccumulatingStrategy(Strategy):
     """Strategy that accumulates gradients in the backward, its own or a pipeline's."""
 
-    _sums: Tensor | None = None
+    _sums: Any = None  # Tensor, or LateTerms on one rank
     _root: float | Tensor = 1.0  # the initial gradient of a total
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -463,7 +518,7 @@ class AccumulatingStrategy(Strategy):
         if total.requires_grad:  # else the microbatch has no weight
             run_backward(total, self._root)
 
-    def add(self, sums: Tensor) -> None:
+    def add(self, sums: Tensor | LateTerms) -> None:
         """Add a microbatch's sums, after its forward."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
 

@@ -77,9 +77,7 @@ def test_grains_as_channels_are_normalised_as_each_by_itself(
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)  # both float64, of sums over 96 numbers at most
 
 
-@pytest.mark.parametrize(
-    ("sizes", "is_one"), [((4, 4, 4), True), ((4, 4, 3), False)], ids=["alike", "a shorter last"]
-)
+@pytest.mark.parametrize(("sizes", "is_one"), [((4, 4, 4), True), ((4, 4, 3), False)], ids=["alike", "a shorter last"])
 def test_which_grains_become_channels(sizes: tuple[int, ...], is_one: bool) -> None:
     """Grains of one size on a GPU, whose device alone is asked for here."""
     input = mock.Mock(is_cuda=True, is_contiguous=lambda: True)

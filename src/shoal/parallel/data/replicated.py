@@ -33,6 +33,7 @@ from shoal.parallel.base import (
     WEIGHT,
     AccumulatingStrategy,
     Flags,
+    LateTerms,
     Mark,
     QueuedSums,
     StepSums,
@@ -365,6 +366,7 @@ class DataParallel(AccumulatingStrategy):
             flags, _ = self._buckets.finish(flags, self._nothing)
             if world_size > 1:
                 return all_sums(sums, flags, self._mesh.device)
+            sums = sums.sums() if isinstance(sums, LateTerms) else sums
             if device_reads.waits(sums.device):  # the norm comes in the same copy
                 norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
                 if norm is not None and norm.device == sums.device:
@@ -389,13 +391,15 @@ class DataParallel(AccumulatingStrategy):
         return self.compression is None and self.update_division.queues
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        sums, device = self._sums, self._mesh.device
-        sums = device_reads.sent(torch.zeros(num_sums, dtype=torch.float64) if sums is None else sums, device)
-        world_size = self._mesh.world_size
+        sums, device, world_size = self._sums, self._mesh.device, self._mesh.world_size
+        loss = (sums.total, sums.weight) if isinstance(sums, LateTerms) else None
+        if loss is None:
+            sums = device_reads.sent(torch.zeros(num_sums, dtype=torch.float64) if sums is None else sums, device)
         if world_size == 1 or not self._in_buckets:
             failures, _ = self._buckets.queue(flags, torch.empty(0, device=device))
             if world_size == 1:
-                return QueuedSums(sums, failures, None, fails=flags != NO_FAILURES or self._buckets.num_odd > 0)
+                fails = flags != NO_FAILURES or self._buckets.num_odd > 0
+                return QueuedSums(sums.known if loss is not None else sums, failures, None, fails, loss)
             failures[-1] += self._num_odd()
             return QueuedSums(*queued_sums(sums, failures), None)
         failures, extras = self._buckets.queue(flags, self._extras(sums, row))

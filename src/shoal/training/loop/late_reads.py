@@ -41,7 +41,6 @@ _MOST_TRIES = 8
 _LONGEST_PAUSE = 64
 # Number of steps for which callbacks say in advance after which step they run at once.
 _LOOK_AHEAD = 256
-_NUM_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -224,16 +223,13 @@ class LateReads:
         The agreement on the next step is None on one rank. It also completes the record that its rows measure.
         """
         numbers = flight.reading.numbers()
-        bad, *failures = numbers[: 1 + _NUM_FAILURES].tolist()
-        if bad:
+        bad, failures, values, rows, norms = flight.step.sums.unpacked(numbers)
+        if bad[0]:
             return Flags(int(failures[0]), int(failures[1]))
         self._pause = 1
-        table = flight.step.sums.rows
-        ends = np.cumsum([1 + _NUM_FAILURES, flight.step.sums.sums.numel(), 0 if table is None else table.numel()])
-        _, values, rows, norms = np.split(numbers, ends)
         agreement = None
         if self._mesh.world_size > 1:
-            agreement = flight.agreed or from_rows(rows.reshape(self._mesh.world_size, -1))
+            agreement = flight.agreed or from_rows(rows.reshape(self._mesh.world_size, -1).astype(np.float64))
             self._is_slow |= agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
             waiting = self._records.waiting
             if waiting and waiting[0].step == flight.measured:

@@ -504,7 +504,7 @@ class ForwardBackward:
         if self.sums_of is not None:
             sums = self.sums_of(total.detach(), weight, buffers)
         elif parts.mesh.counts_loss:
-            sums = microbatch_sums(microbatch, total, weight, buffers)
+            sums = microbatch_sums(microbatch, total, weight, buffers, is_alone=parts.strategy.is_alone)
         else:
             sums = buffer_sums(buffers)
         if self.is_observed:

@@ -32,6 +32,7 @@ from shoal.checkpoint.whole_optimizer import (
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, UserCodeError
 from shoal.jobs.job import Job, Progress
+from shoal.numerics import device_reads
 from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.gradient_norm import (
     clip_values,
@@ -589,6 +590,7 @@ class Updater:
             if not hasattr(p, "to_local")
         ]
         self._num_gradients = -1
+        self._constants = device_reads.Constants(sharded_model.mesh.device)
         self._parameters += [(part, True) for part in divided.values() if part is not None]
         refuse_divided(optimizer, sharded_model, self._division.updates)
         # The fast path avoids a function call for each parameter in every step.
@@ -611,7 +613,7 @@ class Updater:
         rate = self.stepper.set_rates(progress)
         if not 0.0 < weight < math.inf and refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
             return Update(0.0, rate, "weightless")
-        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        scale = 1.0 / loss_scale.factor(self._job.global_batch) / weight
         is_observed = self._observer.looks
         if is_observed:
             self._observer.reduced(loss, weight, scale)
@@ -676,18 +678,19 @@ class Updater:
             norms = [self._division.queued_norm(norm_tensor(counted))]
         else:  # the host adds them up
             norms = norm_parts(counted)
-        total, weight = sums.sums[TOTAL], sums.sums[WEIGHT]
+        total, weight = sums.loss or (sums.sums[TOTAL], sums.sums[WEIGHT])
+        inverse = factor.reciprocal() if isinstance(factor, Tensor) else self._constants[1.0 / factor,][0]
         mean, log, scale = bad.new_empty(3).unbind()
         torch.div(total, weight, out=mean)
         torch.log(weight, out=log)  # finite for a weight that is positive and finite
-        torch.reciprocal(weight * factor, out=scale)
+        torch.div(inverse, weight, out=scale)
         checks = [mean, log]
         if sums.fails:
             checks.append((1.0 - sums.failures).log().float())
         if divided or clip_norm is not None:  # gradients of other ranks, and squares out of range
             checks.append(norms[0].float())
         if clip_norm is not None:
-            wide = (weight * factor).reciprocal()
+            wide = inverse / weight
             norm = checks[-1].double() * wide.abs()
             scale = wide * (torch.full_like(norm, clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
             scale = scale.float()
@@ -698,7 +701,7 @@ class Updater:
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
         """Return the result of a good queued update. `norm`: of the summed gradients."""
-        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        scale = 1.0 / loss_scale.factor(self._job.global_batch) / weight
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
