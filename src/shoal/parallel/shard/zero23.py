@@ -31,7 +31,7 @@ from shoal.errors import JobError, PlanError
 from shoal.numerics import device_reads
 from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
+from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, LateTerms, Mark, QueuedSums, StepSums
 from shoal.parallel.data.replicated import all_sums, queued_sums
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlice, cut_of, local, replaced
 from shoal.parallel.model.structure import repeated_blocks
@@ -476,7 +476,7 @@ class FullySharded(AccumulatingStrategy):
         for unit in self._units:
             unit.reshard()
 
-    def add(self, sums: Tensor) -> None:
+    def add(self, sums: Tensor | LateTerms) -> None:
         super().add(sums)
         if self._calls is not None:
             self._calls.end()

@@ -495,12 +495,13 @@ class ForwardBackward:
 
     def terms(
         self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, Tensor]:
         """Return a microbatch's terms of the step's sums, and the total of its backward. Raises: LossError.
 
-        `buffers`: the terms of the buffers.
+        `buffers`: the terms of the buffers. The terms are a tensor, or LateTerms if the strategy `is_alone`.
         """
         parts = self.parts
+        sums: Any
         if self.sums_of is not None:
             sums = self.sums_of(total.detach(), weight, buffers)
         elif parts.mesh.counts_loss:

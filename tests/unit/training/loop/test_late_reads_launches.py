@@ -121,9 +121,9 @@ def adamw(parameters: Any, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.001, **how)
 
 
-# Model, data, loss, optimizer, and how many launches more than a loop by hand with the same loss. They are: the gradients'
-# norms (1), a check of the weight (1), the finite check (1), and what the host reads (2). AdamW takes back its counters if
-# a step is masked. Buffers are saved by one copy for each dtype.
+# Model, data, loss, optimizer, and how many launches more than a loop by hand with the same loss: the gradients' norms
+# (1), the checks of weight and gradients (2), what the host reads (2). AdamW takes back its counters if a step is masked.
+# Buffers are saved by one copy for each dtype.
 NETS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any, Any, int]] = {
     "MLP": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)),
