@@ -122,7 +122,7 @@ def adamw(parameters: Any, **how: Any) -> torch.optim.Optimizer:
 
 
 # Model, data, loss, optimizer, and how many launches more than a loop by hand with the same loss: the gradients' norms
-# (1), the checks of weight and gradients (2), what the host reads (2). AdamW takes back its counters if a step is masked.
+# (1), the checks of weight and gradients (2), what the host reads (2). A masked step of AdamW takes back its counters.
 # Buffers are saved by one copy for each dtype.
 NETS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any, Any, int]] = {
     "MLP": (
