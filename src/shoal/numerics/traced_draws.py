@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import get_current_meta
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.hashed_draws import element_keys, noise_of, words
@@ -36,9 +38,15 @@ class TracedScope(GrainScope):
             return words(keys, element_keys(elements, device))
 
     def noise(self, rows: int, shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        keys = self._next_keys(rows)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            return noise_of(shape, p, dtype, keys, element_keys(math.prod(shape) // rows, device))
+        keys, meta = self._next_keys(rows), get_current_meta()
+        before = dict(meta)
+        meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # a mask that is kept for the backward takes a kernel
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                return noise_of(shape, p, dtype, keys, element_keys(math.prod(shape) // rows, device))
+        finally:
+            meta.clear()
+            meta.update(before)
 
     def generators(self, func: Any, device: torch.device) -> list[torch.Generator]:
         """Raise NotFusibleError, because no graph has a generator."""

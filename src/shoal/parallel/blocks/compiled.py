@@ -156,8 +156,8 @@ def compile_blocks(
         for name, owner in [*(again or modules or {type(model).__name__: model}).items(), *rest]:
             if not any(name.startswith(f"{other}.") for other, _ in rest):
                 owner.forward = regions.around(name, owner.forward)
-        if loss is not None and not plan.shards_model:  # torch would trace the hooks that gather the parameters
-            model.forward = apart = _Apart(model.forward)
+        if loss is not None:  # torch would trace the hooks that gather the parameters
+            model._compiled_call_impl = apart = _Apart(model._call_impl)  # type: ignore[assignment]
             own = regions.around("the loss", loss, apart=apart)
             if regions.whole is None:
                 regions.whole = own
@@ -238,14 +238,14 @@ def _is_apart(name: str, modules: Collection[str]) -> bool:
 
 
 class _Apart:
-    """Forward that is called from a region and is no part of it.
+    """Call of a module, with its hooks, that a region makes and that is no part of it.
 
-    `results`: of the calls from the region that runs now. `draws`: their number of draws. `again`: results that the
-    next calls return, because the region has failed after them and runs once more.
+    `is_open`: whether the region runs. `results`: of the calls from it. `draws`: their number of draws. `again`: results
+    that the next calls return, because the region has failed after them and runs once more.
     """
 
     def __init__(self, forward: Function) -> None:
-        self.forward, self.draws = forward, 0
+        self.forward, self.draws, self.is_open = forward, 0, False
         self.results, self.again = list[Any](), list[Any]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +256,11 @@ class _Apart:
             return self.again.pop(0)
         scope = active_scope()
         before = scope.calls if scope is not None else 0
-        self.results.append(_under_scope(self.forward)(*args, **kwargs))
+        result = _under_scope(self.forward)(*args, **kwargs)
+        if self.is_open:
+            self.results.append(result)
         self.draws += scope.calls - before if scope is not None else 0
-        return self.results[-1]
+        return result
 
 
 class Region:
@@ -304,7 +306,7 @@ class Region:
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
         apart, drawn = self._apart or _Apart(self.forward), scope.calls if scope is not None else 0
-        apart.draws = 0
+        apart.draws, apart.is_open = 0, True
         # torch compiles nothing under a dispatch mode; no mode has to see inside a region.
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
         try:
@@ -333,6 +335,7 @@ class Region:
             if self._instead is not None:
                 self._instead()
         finally:
+            apart.is_open = False
             apart.results.clear()
         return self.forward(*args, **kwargs)
 

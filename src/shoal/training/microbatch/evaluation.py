@@ -25,6 +25,7 @@ from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, named_metric
 from shoal.launch.supervise.heartbeat import Heartbeat
+from shoal.numerics import device_reads
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
@@ -161,6 +162,7 @@ class Evaluator:
         """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError."""
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []
+        unread: list[Callable[[], list[float]]] = []  # totals and weights of each chunk
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
         self._heartbeat.enter("evaluation")
         meets = self._syncs_every_microbatch and self._evaluate is None
@@ -180,6 +182,7 @@ class Evaluator:
                 counted = self._mesh.counts_loss and size > 0
                 if counted:
                     samples.append(size)
+                pairs: list[Any] = []
                 for number, (name, function) in enumerate(self._metrics.items(), 1):
                     calls.clear()
                     # Other functions, and a second attempt of this function, need the batch as it was read.
@@ -192,13 +195,17 @@ class Evaluator:
                         self._called(name, model, functools.partial(call, self._precision.inputs(other)))
                         if calls:
                             break
-                    if counted:
-                        sums[name][0].append(float(total))
-                        sums[name][1].append(float(weight))
+                    pairs += [total, weight]
+                if counted:
+                    unread.append(_read_later(pairs))
         finally:
             model.train(training)
             if handle is not None:
                 handle.remove()
+        for numbers in (read() for read in unread):
+            for (totals, weights), total, weight in zip(sums.values(), numbers[::2], numbers[1::2], strict=True):
+                totals.append(total)
+                weights.append(weight)
         self._heartbeat.enter("exposed_communication")  # the next exchange waits for the other ranks
         return {"samples": samples, "sums": sums, "first": digest_of_samples(self._first)}
 
@@ -306,6 +313,22 @@ class Evaluator:
                     yield number, len(samples), collate_samples(self._collate, samples, self._name)
             if self._syncs_every_microbatch and own < -(-(number + 1) // place.num_ranks):
                 yield 0, 0, collate_samples(self._collate, first or [], self._name)
+
+
+def _read_later(numbers: Sequence[Any]) -> Callable[[], list[float]]:
+    """Queue a copy of numbers, some of which may be on a device. Return the function that reads the copy."""
+    late = [isinstance(number, Tensor) and device_reads.waits(number.device) for number in numbers]
+    queued = [number.detach().double().reshape(()) for number, is_late in zip(numbers, late, strict=True) if is_late]
+    here = [0.0 if is_late else float(number) for number, is_late in zip(numbers, late, strict=True)]
+    if not queued:
+        return lambda: here
+    reading = device_reads.LateNumbers(torch.stack(queued))
+
+    def read() -> list[float]:
+        own = iter(reading.numbers().tolist())
+        return [next(own) if is_late else number for number, is_late in zip(here, late, strict=True)]
+
+    return read
 
 
 class EvaluationSets:

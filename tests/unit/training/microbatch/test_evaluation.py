@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from tests.jobs.read_late import counting, waiting
 from torch import Tensor, nn
 
 import shoal
@@ -149,6 +152,22 @@ def backward(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     model(inputs).sum().backward()
     assert inputs.grad is not None
     return inputs.grad.sum(), len(inputs)
+
+
+def test_chunks_are_queued_before_the_first_is_read() -> None:
+    """A metric that adds up in one tensor has the sums of each chunk, although later chunks change the tensor."""
+    found = []
+    for is_device in (False, True):
+        seen, reads = torch.zeros(()), Counter[str]()
+
+        def growing(model: nn.Module, batch: Tensor, seen: Tensor = seen) -> tuple[Tensor, int]:
+            return seen.add_(batch.sum()), len(batch)
+
+        with waiting(late=True) if is_device else nullcontext(), counting(reads):
+            found.append(evaluated(growing))
+        chunks = {name: count for name, count in reads.items() if name.startswith("training/microbatch/evaluation.py")}
+        assert sum(chunks.values()) == (0 if is_device else 3)
+    assert found[0] == found[1]
 
 
 def test_a_metric_without_a_value_is_said() -> None:
