@@ -240,8 +240,8 @@ def _is_apart(name: str, modules: Collection[str]) -> bool:
 class _Apart:
     """Call of a module, with its hooks, that a region makes and that is no part of it.
 
-    `is_open`: whether the region runs. `results`: of the calls from it. `draws`: their number of draws. `again`: results
-    that the next calls return, because the region has failed after them and runs once more.
+    `is_open`: whether the region runs. `results`: of the calls from it. `draws`: their number of draws. `again`:
+    results that the next calls return, because the region has failed after them and runs once more.
     """
 
     def __init__(self, forward: Function) -> None:
