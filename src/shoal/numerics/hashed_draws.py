@@ -74,7 +74,7 @@ _cached_element_keys = functools.lru_cache(maxsize=64)(element_keys)
 
 def _hashed(keys: Tensor, columns: Tensor) -> Tensor:
     """Return a hash with good high bits of each element of each row, int32 [rows, *elements]."""
-    first, second = keys.view(2, -1, *[1] * columns.ndim)
+    first, second = keys.view(2, -1, *[1] * columns.ndim).unbind()
     mixed = (first ^ columns) * second
     return (mixed ^ (mixed >> 15)) * _MULTIPLIER
 

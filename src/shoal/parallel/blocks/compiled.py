@@ -157,7 +157,7 @@ def compile_blocks(
             if not any(name.startswith(f"{other}.") for other, _ in rest):
                 owner.forward = regions.around(name, owner.forward)
         if loss is not None:  # torch would trace the hooks that gather the parameters
-            model._compiled_call_impl = apart = _Apart(model._call_impl)  # type: ignore[assignment]
+            model._compiled_call_impl = apart = _Apart(model._call_impl)
             own = regions.around("the loss", loss, apart=apart)
             if regions.whole is None:
                 regions.whole = own
