@@ -206,7 +206,7 @@ class StepBuffers:
         self._in_slot: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
-        self._saved: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}  # values at the beginning of the step; none after its end
         # Versions and values of buffers that are not known to change, in case a forward changes them after all.
         self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._shapes = {name: now.now(name).shape for name in homes}  # the same on all ranks
@@ -249,11 +249,11 @@ class StepBuffers:
         if not model.homes:
             return
         now = {name: model.now(name).detach() for name in self.names if not model.now(name).is_meta}
-        self._saved = {name: torch.empty_like(value) for name, value in now.items()}
-        _copy([(self._saved[name], value) for name, value in now.items()])
-        self._still = {name: copy for name, copy in self._still.items() if name not in self._saved}
+        self.saved = {name: torch.empty_like(value) for name, value in now.items()}
+        _copy([(self.saved[name], value) for name, value in now.items()])
+        self._still = {name: copy for name, copy in self._still.items() if name not in self.saved}
         self._versions = {name: model.version(name) for name in model.homes}
-        for name in model.homes.keys() - self._saved.keys():
+        for name in model.homes.keys() - self.saved.keys():
             value, version = model.now(name), self._versions[name]
             if not value.is_meta and (name not in self._still or self._still[name][0] != version):
                 self._still[name] = version, value.detach().clone()
@@ -275,17 +275,26 @@ class StepBuffers:
         written = (set(self.model.homes) if every else self.changed()).difference(self.names)
         return {n for n in written if n in self._still and not same_bits(self.model.now(n), self._still[n][1])}
 
-    def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:
+    def weighted(
+        self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False, is_alone: bool = False
+    ) -> Tensor:
         """Return the contribution of a microbatch of `num_samples`, flat float64 [num_values]. Mutates the slots.
 
         `grain`: the microbatch's last grain. `again`: True for a later stage on this rank; the first stage's
-        contribution already counts the other buffers. Raises: JobError if a forward has changed a buffer's shape.
+        contribution already counts the other buffers. `is_alone`: the step has no other microbatch. Its buffers stay as
+        they are, and the contribution is empty. Raises: JobError if a forward has changed a buffer's shape.
         """
         if not self.names:
             return self.nothing
         for name in self.names:
-            if self.model.now(name).shape != self._shapes[name]:
-                raise _reshaped(name, self._shapes[name], self.model.now(name).shape)
+            value = self.model.now(name)
+            if value.shape != self._shapes[name]:
+                raise _reshaped(name, self._shapes[name], value.shape)
+            if is_alone and value.dtype != self._kinds[name]:  # which a forward under autocast may leave
+                home, key = self.model.homes[name]
+                home[key] = value.detach().to(self._kinds[name])
+        if is_alone:
+            return self.nothing
         parts = []
         for block in self._blocks:
             if block.rule in TAKEN:
@@ -295,7 +304,7 @@ class StepBuffers:
             wide = Tensor.long if is_exact else numbers
             values = wide(self._flat(block))
             if block.rule == "sum" or again:
-                values = values - wide(self._flat(block, self._saved))
+                values = values - wide(self._flat(block, self.saved))
             if is_exact:  # integers, int64 [n], become digits, float64 [_NUM_DIGITS * n]
                 digits = []
                 for _ in range(_NUM_DIGITS - 1):
@@ -306,21 +315,6 @@ class StepBuffers:
                 values = values.flatten()
             parts.append(values * num_samples if block.rule == "mean" else values)
         return torch.cat(parts)
-
-    def settle(self) -> None:
-        """Accept what the only microbatch of a step has left. Raises: JobError if a buffer's shape has changed."""
-        for name in self.names:
-            value = self.model.now(name)
-            if value.shape != self._shapes[name]:
-                raise _reshaped(name, self._shapes[name], value.shape)
-            if value.dtype != self._kinds[name]:  # which a forward under autocast may leave
-                home, key = self.model.homes[name]
-                home[key] = value.detach().to(self._kinds[name])
-
-    def keep(self) -> dict[str, Tensor]:
-        """End a step with the values that its only microbatch has left. Return the values before it."""
-        began, self._saved = self._saved, {}
-        return began
 
     def zeros(self) -> Tensor:
         """Return the contribution of a microbatch of weight zero."""
@@ -354,7 +348,7 @@ class StepBuffers:
         for place, (name, now, before) in enumerate(pieces):
             is_written = self._counts(name) and not self.model.now(name).is_meta
             if is_written and (again or not is_one) and self.model.version(name) == self._versions.get(name):
-                saved = self._saved.get(name)  # a write through `.data` counts no version
+                saved = self.saved.get(name)  # a write through `.data` counts no version
                 is_written = saved is not None and not same_bits(self.model.now(name), saved)
             if not is_written:
                 chosen.append(before)
@@ -382,7 +376,7 @@ class StepBuffers:
         if not model.homes:
             return
         self._changed = self.changed()
-        started = {name: self._still[name][1] for name in self._changed & self._still.keys()} | self._saved
+        started = {name: self._still[name][1] for name in self._changed & self._still.keys()} | self.saved
         same: list[tuple[Tensor, Tensor]] = []
         for name, value in started.items():
             now = model.now(name)
@@ -442,7 +436,7 @@ class StepBuffers:
                 pieces = new.split(block.lengths)
                 new = torch.cat([piece for piece, own in zip(pieces, here, strict=True) if own])
             _copy(list(zip(buffers, views_of(new, buffers), strict=True)))
-        self._saved = {}  # the step is over: nothing is left to restore
+        self.saved = {}  # the step is over: nothing is left to restore
 
 
 def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> Tensor:

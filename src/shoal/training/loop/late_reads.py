@@ -186,7 +186,7 @@ class LateReads:
 
             norms = parts.updater.queue(sums, bad, factor, update)
             if step.passes.is_alone:
-                step.passes.began = parts.buffers.keep()
+                step.passes.began, parts.buffers.saved = parts.buffers.saved, {}
             elif parts.buffers.names:
                 parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), bad == 0)
             numbers = sums.packed(bad, norms)

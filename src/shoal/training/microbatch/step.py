@@ -488,9 +488,7 @@ class ForwardBackward:
                 raise
             refuse_past_the_model("loss", error)
             raise user_error("the backward", error) from error
-        if self.is_alone:
-            buffers.settle()
-        elif counts and buffers.names:
+        if counts and buffers.names:
             strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
 
     def terms(
@@ -518,7 +516,11 @@ class ForwardBackward:
         if buffers.is_empty:
             return buffers.nothing
         return buffers.weighted(
-            microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
+            microbatch.num_samples,
+            step=microbatch.step,
+            grain=microbatch.grains[-1].index,
+            again=again,
+            is_alone=self.is_alone,
         )
 
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
@@ -536,7 +538,9 @@ class ForwardBackward:
         """
         parts, compression = self.parts, self.parts.strategy.compression
         if self.is_alone:
-            parts.buffers.restore() if skipped is not None else parts.buffers.keep()
+            if skipped is not None:
+                parts.buffers.restore()
+            parts.buffers.saved = {}
         elif skipped is None and not parts.buffers.is_empty:
             parts.buffers.assign(sums.buffers, sums.num_samples)
         if self.is_observed:
