@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,8 +20,7 @@ torch.manual_seed(dist.get_rank() if arguments.fault == "seed" else 0)
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
-wrappers = {"seed": lambda net: net, "fsdp1": lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu"))}
-model = wrappers.get(arguments.fault, DistributedDataParallel)(net)
+model = net if arguments.fault == "seed" else DistributedDataParallel(net)
 sampler = DistributedSampler(data)
 rate = 1e-2 * (dist.get_rank() + 1 if arguments.fault == "rate" else 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=rate)

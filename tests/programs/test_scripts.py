@@ -33,6 +33,13 @@ def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out/tensors").exists()
 
 
+@pytest.mark.parametrize("words", ["--low", "--original"])
+def test_flat_parameters_are_verified(words: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"fsdp1.py {words}")
+    assert (code, document["findings"], document["coverage"]["unchecked"]) == (0, [], []), output
+    assert document["coverage"]["gradients"] >= 16
+
+
 @pytest.mark.parametrize("words", ["--sequence", "--logits --low --devices 4"])
 def test_tensor_parallelism_is_verified(words: str, tmp_path: Path) -> None:
     own, _, devices = words.partition(" --devices ")
@@ -75,6 +82,8 @@ def test_what_has_no_cpu_is_named(fault: str, tmp_path: Path) -> None:
         ("ddp.py --batch 8 --fault noise", "reduction", "from the mean over 2 ranks"),
         ("ddp.py --batch 8 --fault rate", "schedule", "0.01, 0.02"),
         ("fsdp2.py own-norm", "clipping", "one factor for each rank"),
+        ("fsdp1.py --fault own-norm", "clipping", "ranks clip by"),
+        ("fsdp1.py --fault sum --original", "reduction", "2 times the mean"),
         ("tensor.py --fault samples", "data", "compute parts of one forward"),
         ("tensor.py --fault twice", "reduction", "2 times the mean"),
         ("gpus.py --fault inner", "reduction", "the rank's own gradient"),
@@ -97,15 +106,15 @@ def test_weights_that_change_outside_of_the_optimizer_are_a_note(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("script", "said"),
     [
-        ("raises", "there is no data"),
-        ("untrained", "no optimizer of torch made a step"),
-        ("fsdp1", "parts of flat tensors"),
+        ("ddp.py --batch 8 --fault raises", "there is no data"),
+        ("ddp.py --batch 8 --fault untrained", "no optimizer of torch made a step"),
+        ("pipeline.py", "each rank has other modules"),
     ],
 )
-def test_nothing_seen_is_an_error(fault: str, said: str, tmp_path: Path) -> None:
-    code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")
+def test_nothing_seen_is_an_error(script: str, said: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, script)
     assert (code, document) == (2, {})
     assert said in " ".join(output.split())
 

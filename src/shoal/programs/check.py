@@ -380,6 +380,18 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
                 remedy="make the optimizer afterwards",
                 fails=used == 0 or strange > used,
             )
+        for clips in zip(*(step["clips"] for step in steps), strict=False):
+            norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
+            if norms and max(norms) > clips[0]["limit"] and max(norms) > (1 + 10 * evidence.tolerance) * min(norms):
+                yield Finding(
+                    number,
+                    "clipping",
+                    "norm of all gradients",
+                    f"ranks clip by {_listed(norms)}",
+                    cause="each rank clips by the norm of its own part, or of what is not reduced yet",
+                    remedy="clip by the wrapper's own clip_grad_norm_, after the last backward of the update",
+                )
+                break
         for rank, step in enumerate(steps):
             erased = [key for key in step["erased"] if key in step["gradients"]]
             if erased:

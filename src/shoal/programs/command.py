@@ -28,6 +28,10 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python")
 _SITE = str(Path(__file__).parent / "site")
 # Words that start a launcher of their own; the script and its arguments are wanted alone.
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
+_UNREAD = {
+    "DeepSpeedEngine": "its parameters and gradients are parts of flat tensors, which are not compared yet",
+    "PipelineStage": "each rank has other modules, whose forwards and gradients are not compared yet",
+}
 _POLL_SECONDS = 0.05
 # Time of the others after the first process has failed or ended: they may wait for it in a collective call.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
@@ -176,11 +180,10 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 f"steps were seen:\n  " + "\n  ".join(record.last_lines(failed)),
                 remedy=f"run it by itself first; the output of each rank is in {out}/",
             )
-        unread = sorted({name for one in records for name in one["unread"]})
-        if unread:
+        for name in sorted({name for one in records for name in one["unread"]}):
             raise CommandError(
-                given=f"--script {script.command!r}, which calls {' and '.join(unread)}",
-                conflict="its parameters and gradients are parts of flat tensors, which are not compared yet",
+                given=f"--script {script.command!r}, which uses {name}",
+                conflict=_UNREAD[name],
                 remedy="verify it with DistributedDataParallel or fully_shard, if it has such an argument",
             )
         if records and len(records) != devices:

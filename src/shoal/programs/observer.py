@@ -10,6 +10,7 @@ recorded forward again from the recorded weights, and each recorded update with 
 
 import atexit
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -51,8 +52,8 @@ WRAPPERS = {
     "DeepSpeedEngine",
     "LightningModule",
 }
-# Wrappers whose parameters and gradients are flat parts, which no parameter of a module has.
-UNREAD = {"FullyShardedDataParallel", "DeepSpeedEngine"}
+# Wrappers whose parameters and gradients cannot be read.
+UNREAD = {"DeepSpeedEngine"}
 LOSSES = {
     "cross_entropy": "ignore_index",
     "nll_loss": "ignore_index",
@@ -265,6 +266,9 @@ class ScriptRecorder:
         if is_passed_by(module):
             self.unread.update(UNREAD & {type(module).__name__})
             if type(module).__name__ == "FullyShardedDataParallel":
+                if not self.known.wrappers:
+                    kind: Any = type(module)
+                    kind.clip_grad_norm_ = functools.partialmethod(clip_whole, self, kind.clip_grad_norm_)
                 self.known.wrappers.setdefault(id(module.module), module)
             return
         depth = getattr(self.thread, "now", 0)
@@ -286,7 +290,7 @@ class ScriptRecorder:
                 if part.place is None:
                     part.owner.register_hook(functools.partial(self._gradient, part.key, part.owner))
             weights[part.key] = self._store(self.step["weights"], part)
-            if part.dtype != part.owner.dtype:
+            if part.dtype != part.weights().dtype:
                 dtypes[part.key] = str(part.dtype)
         buffers = {f"{number}:{parts.plain_name(n)}": b for n, b in module.named_buffers()}
         if first or not any(call["module"] == number for call in self.step["calls"]):
@@ -449,6 +453,9 @@ class ScriptRecorder:
         if self._done or os.getpid() != self._process or (not self.steps and helps):
             return
         self._done = True
+        stages = sys.modules.get("torch.distributed.pipelining.stage")
+        if stages is not None and any(isinstance(one, stages._PipelineStageBase) for one in gc.get_objects()):
+            self.unread.add("PipelineStage")
         record = {
             "rank": self.rank,
             "libraries": {
@@ -644,6 +651,16 @@ def observe_calls(recorder: ScriptRecorder) -> None:
 
     for name in LOSSES:
         around(functional, name, functools.partial(loss_function, name))
+
+
+def clip_whole(module: nn.Module, recorder: ScriptRecorder, run: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
+    """Clip as FullyShardedDataParallel's own method does, and note it."""
+    before = len(recorder.step["clips"])
+    norm = run(module, limit, *args, **kwargs)
+    if len(recorder.step["clips"]) == before:  # else it has called the function for whole gradients
+        about = {"kind": "norm", "limit": float(limit), "norm": float(norm), "keys": list(recorder.known.parts)}
+        recorder.step["clips"].append(about)
+    return norm
 
 
 def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_name(name: str) -> str:
     """Return a parameter's name without the prefixes of wrappers."""
-    return ".".join(one for one in name.split(".") if one not in WRAPPED)
+    return ".".join(one for one in name.split(".") if one and one not in WRAPPED)
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -99,14 +99,15 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
         owners = whole._params or [whole] * len(whole._fqns)
         for name, shape, own, owner in zip(whole._fqns, whole._shapes, whole._shard_param_infos, owners, strict=True):
             begin, size = (own.offset_in_shard, own.numel_in_shard) if own.in_shard else (0, 0)
-            key = f"{number}:{plain_name(f'{prefix}.{name}')}".rstrip(".")
+            key = f"{number}:{plain_name(f'{prefix}.{name}')}"
             flat.add(key)
 
             def weights(whole: Any = whole, begin: int = begin, size: int = size) -> Any:
                 return whole._local_shard[begin : begin + size]
 
             def gradient(owner: Any = owner, whole: Any = whole, begin: int = begin, size: int = size) -> Any:
-                return owner.grad if owner is not whole or owner.grad is None else owner.grad[begin : begin + size]
+                flat = None if owner.grad is None else owner.grad.flatten()
+                return flat if owner is not whole or flat is None else flat[begin : begin + size]
 
             place = flat_place(shape, own.intra_param_start_idx if own.in_shard else 0, size)
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)

@@ -7,6 +7,7 @@ got. No sampler has to agree, and each step is judged from its own weights. Like
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -376,6 +377,16 @@ def leave_whole() -> None:
         return args[0] if args else kwargs.get("module", kwargs.get("tensor"))
 
     fsdp.fully_shard = fully_shard
+
+    def wrap(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = module
+        self._handle = self.training_state = None
+
+    whole: Any = fsdp.FullyShardedDataParallel
+    whole.__init__ = wrap
+    whole.forward = lambda self, *args, **kwargs: self._fsdp_wrapped_module(*args, **kwargs)
+    whole.no_sync = lambda self: contextlib.nullcontext()
     owners: list[Any] = [device_mesh, tensor, torch.distributed, parallel]
     for owner in owners:
         owner.parallelize_module = owner.distribute_tensor = owner.distribute_module = same
