@@ -172,7 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = (options.out or (RESULTS if gpus else ROOT / "runs" / "gpu-dry")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     known = [RESULTS, folder] if gpus else [folder]
-    print(f"commit {about['commit']}, {about['device']}, torch {torch.__version__}", flush=True)
+    print(f"commit {about['commit']}, {about['device']}, torch {torch.__version__}; records in {folder}", flush=True)
+    if not gpus:
+        print("all in tiny on the CPU: this shows that the parts run, and its figures mean nothing", flush=True)
     given = iter([part for part in PARTS if options.parts is None or part.name in options.parts])
     began, ended = time.monotonic(), list[dict[str, Any]]()
 
@@ -185,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended.append(run(part, folder, about))
         print(f"{part.name}: {ended[-1]['status']}, {ended[-1]['seconds']} s", flush=True)
         (folder / "README.md").write_text(page(records(*known)), encoding="utf-8")
+    if not ended:
+        print("each part that fits into the time has a record at this commit: see --list")
     return int(any(record["status"] not in ("done", "not run") for record in ended))
 
 

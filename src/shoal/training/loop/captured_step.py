@@ -575,16 +575,16 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def refuse_uncapturable(device: torch.device, *, mapped: bool) -> None:
     """Refuse a device without graphs, and data that are not map-style. Raises: PlanError."""
-    given = "execution.cuda_graph = true, with {}"
+    given = "--step graph or compiled-graph, or execution.cuda_graph = true, with {}"
     if device.type not in RECORDERS:
         raise PlanError(
             given=given.format(f"the device {device.type}"),
             conflict="a step is captured in a CUDA graph, which is a CUDA device's",
-            remedy="write execution.cuda_graph = false, or use a CUDA device",
+            remedy="write --step auto, or execution.cuda_graph = false in the plan, or use a CUDA device",
         )
     if not mapped:
         raise PlanError(
             given=given.format("a stream of samples"),
             conflict="a step is replayed before the previous step is read, and a stream cannot be read so far ahead",
-            remedy="write execution.cuda_graph = false, or give the samples as a map-style dataset",
+            remedy="write --step eager, or execution.cuda_graph = false in the plan, or give a map-style dataset",
         )
