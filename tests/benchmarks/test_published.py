@@ -53,6 +53,15 @@ def test_seconds_of_published_steps(rows, bound, predictors):
     assert median(abs(error) for error in errors(rows, predictors)) < bound
 
 
+@pytest.mark.slow
+def test_seconds_of_published_compiled_steps(predictors):
+    rows = [row for row in published.read(DATA.with_name("modes.csv")) if row["compile"] == "1"]
+    found = [abs(error) for error in errors(rows, predictors)]
+    assert len(found) == 5
+    assert median(found) < 0.1
+    assert max(found) < 0.16
+
+
 def test_memory_of_published_steps(predictors):
     found = []
     for row in LLAMA:
