@@ -33,6 +33,14 @@ def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out/tensors").exists()
 
 
+def test_layers_of_keras_are_verified(tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    code, document, output = verified(tmp_path, "layers.py")
+    assert (code, document["findings"], document["coverage"]["unchecked"]) == (0, [], []), output
+    code, document, output = verified(tmp_path, "layers.py inner")
+    assert (code, document["findings"][0]["phase"]) == (1, "reduction"), output
+
+
 @pytest.mark.parametrize("words", ["--low", "--original"])
 def test_flat_parameters_are_verified(words: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, f"fsdp1.py {words}")

@@ -275,7 +275,7 @@ class ScriptRecorder:
         self.thread.now = depth + 1
         if depth:
             return
-        if not is_trained(module):
+        if not is_trained(module, args):
             self.thread.call = None
             return
         began = time.perf_counter()
@@ -508,8 +508,10 @@ def is_passed_by(module: nn.Module) -> bool:
     return any(kind.__name__ in WRAPPERS for kind in type(module).__mro__)
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Return True if a forward of a module may have gradients of its parameters."""
+def is_trained(module: nn.Module, args: Any) -> bool:
+    """Return True if a forward of a module may have gradients of its parameters. Keras calls layers without values."""
+    if any(type(one).__name__ == "KerasTensor" for one in args):
+        return False
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 

@@ -39,7 +39,7 @@ class ScriptReplay:
             stand_alone(self._options["rank"], self._options["ranks"])
 
         def before_forward(module: nn.Module, args: Any) -> None:
-            if not observer.is_passed_by(module) and observer.is_trained(module):
+            if not observer.is_passed_by(module) and observer.is_trained(module, args):
                 handle.remove()
                 self.take_over(module)
 
