@@ -128,8 +128,39 @@ def test_nothing_seen_is_an_error(script: str, said: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("script", "words", "rows"),
+    [
+        (
+            "ddp.py --batch {batch}",
+            (),
+            ["Sequential, 195 parameters, called with float32 [16, 6]", "cross_entropy; AdamW; fp32", "16 samples a step, in 1"]
+            + ["batch statistics (1)"],
+        ),
+        ("fsdp2.py", (), ["Sequential, 173 parameters", "cross_entropy; SGD; fp32", "8 samples a step, in 2 forwards"]),
+        ("gpus.py --batch {batch} --spawn", ("--cpu", "--launcher", "python"), ["bf16", "16 samples", "AdamW"]),
+    ],
+)
+def test_a_script_is_planned(script: str, words: tuple[str, ...], rows: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "plan", "--script", f"{HERE}/{script}", "--batch", "16", *words]
+    command += ["--cluster", "8xH100", "--emit", "deepspeed=ds.json", "-o", "plan.toml", "--more"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert all(row in ended.stdout for row in rows), ended.stdout
+    assert json.loads((tmp_path / "ds.json").read_text())["train_batch_size"] in (8, 16)
+    assert (tmp_path / "plan.toml").exists()
+
+
+def test_a_script_without_an_update_is_not_planned(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "plan", "--script", f"{HERE}/ddp.py --batch 8 --fault raises"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, "there is no data" in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["plan", "job.py", "--script", "train.py"], "a job and a script"),
+        (["plan", "--script", "train.py", "--seq", "8"], "--script with --seq"),
         (["verify"], "no job and no script"),
         (["verify", "job.py", "--script", "train.py"], "a job and a script"),
         (["verify", "--script", "train.py"], "there is no file train.py"),

@@ -419,6 +419,7 @@ def written(name: str) -> Any:
     return lambda ended: (ended.folder / name).exists()
 
 
+PLANNED = replace(LOOPING, command="plan", arguments=("--script", "loop.py {batch}"))
 PLAN_OPTIONS: Table = {
     "job": Acts(planned(job="gpt"), ASKED, table),
     "job: none": Refuses(Call("plan", job=None), "there is nothing to plan"),
@@ -428,6 +429,13 @@ PLAN_OPTIONS: Table = {
     "--aim: none such": Refuses(planned("--aim", "quickest"), "fastest"),
     "--max-devices": Acts(planned("--max-devices", "1"), ASKED, table),
     "--max-devices: none": Refuses(planned("--max-devices", "0"), "a whole number"),
+    "--script": Acts(PLANNED, ASKED, table),
+    "--script: beside a job": Refuses(replace(PLANNED, job="job"), "a job and a script"),
+    "--script: with settings": Refuses(PLANNED.with_("--set", "lr=1"), "--script with --set"),
+    "--launcher": Acts(PLANNED.with_("--launcher", "python"), ASKED, table),
+    "--launcher: of a job": Refuses(planned("--launcher", "python"), "--launcher and the job"),
+    "--cpu": Acts(PLANNED.with_("--cpu"), ASKED, table),
+    "--cpu: of a job": Refuses(planned("--cpu"), "--cpu and the job"),
     "--seq": Refuses(planned("--seq", "8"), "a job file says its own"),
     "--batch": Refuses(planned("--batch", "8"), "a job file says its own"),
     "--precision": Acts(planned("--precision", "bf16"), ASKED, table),

@@ -94,9 +94,10 @@ COMMANDS = {
         "decide",
         "say how many devices to use, which layout, how long and why",
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
-        "JOBFILE[:FUNCTION]|hf:DIR [--cluster C] [-o FILE] [OPTIONS]",
+        "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [--cluster C] [-o FILE] [OPTIONS]",
         {
             "job and settings": ("job", "set", "config", "precision", "seq", "batch"),
+            "a script, as it is": ("script", "launcher", "cpu"),
             "devices and aim": ("cluster", "max_devices", "aim"),
             "length and cost": ("samples", "tokens", "price", "mtbf"),
             "output": ("output", "html", "more"),
@@ -106,6 +107,7 @@ COMMANDS = {
             "shoal plan job.py",
             "shoal plan job.py --cluster 4x8xA100 --aim deadline=2h -o plan.toml",
             "shoal plan hf:llama --cluster 8xH100 --seq 4096 --batch 64",
+            "shoal plan --script 'train.py --batch-size {batch}' --batch 64 --cluster 8xH100",
         ),
     ),
     "verify": Command(
@@ -117,7 +119,7 @@ COMMANDS = {
         "JOBFILE[:FUNCTION]|--script COMMAND [--devices N] [OPTIONS]",
         {
             "job and settings": ("job", "set", "config"),
-            "a script, as it is": ("script", "launcher", "batch", "keep"),
+            "a script, as it is": ("script", "launcher", "batch", "cpu", "keep"),
             "devices and layout": ("devices", "plan", "max_microbatch"),
             "length": ("steps",),
             "output": ("out",),

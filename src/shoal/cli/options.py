@@ -25,11 +25,23 @@ def _job(**more: Any) -> Any:
     )
 
 
+def _launcher(page: str, **more: Any) -> Any:
+    return option(
+        "start the script as this launcher does (default: torchrun)",
+        default="torchrun",
+        choices=["torchrun", "accelerate", "deepspeed", "python"],
+        page=page,
+        refused="another name; a job",
+        **more,
+    )
+
+
 _PRECISION = ("compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says)", "P")
 _SET = ("set a parameter of the job function, or a key below it: model.width=64", "K=V")
 _CONFIG = ("read settings from a YAML, TOML or JSON file, below --set and later files", "FILE")
 _SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
 _PATH = "PathText | None"
+_CPU = "run a script that is written for GPUs on processes of the CPU"
 
 
 @dataclass(frozen=True)
@@ -184,12 +196,8 @@ class VerifyOptions(TrainingOptions):
         "filled in",
         refused="a job beside it; options that only a job has; a script that is not there",
     )
-    launcher: str = option(
-        "start the script as this launcher does (default: torchrun)",
-        default="torchrun",
-        choices=["torchrun", "accelerate", "deepspeed", "python"],
-        page="of a script: whose environment its processes get; `python`: the script starts them itself",
-        refused="another name; a job",
+    launcher: str = _launcher(  # noqa: RUF009
+        "of a script: whose environment its processes get; `python`: the script starts them itself"
     )
     batch: int | None = option(
         "fill {batch} of a script with N, the samples of one process (default: 8)",
@@ -199,7 +207,7 @@ class VerifyOptions(TrainingOptions):
         refused="0; a job",
     )
     cpu: bool = switch(
-        "run a script that is written for GPUs on processes of the CPU",
+        _CPU,
         page="of a script that is [written for GPUs](scripts.md#on-a-machine-without-gpus): it runs on processes of "
         "the CPU",
         refused="a job; CUDA graphs, GPU kernels",
@@ -241,6 +249,15 @@ class PlanOptions:
     max_devices: int | None = option(
         "use at most N devices (default: all of the cluster)", "N", least=1, page="no more devices", refused="0"
     )
+    script: str | None = option(
+        "plan this training script as it is, in place of a job: 'train.py --batch-size {batch}'",
+        "COMMAND",
+        keyword=None,
+        page="[a training script](scripts.md#how-many-devices) and its arguments, in place of a job",
+        refused="a job beside it; options that only a job has; a script that is not there",
+    )
+    launcher: str = _launcher("as for `shoal verify`", keyword=None)  # noqa: RUF009
+    cpu: bool = switch(_CPU, keyword=None, page="as for `shoal verify`", refused="a job")
     seq: int | None = option(
         "plan hf:DIR for sequences of N tokens",
         "N",
@@ -249,10 +266,10 @@ class PlanOptions:
         refused="a job file; 0",
     )
     batch: int | None = option(
-        "plan hf:DIR for N sequences or images a step",
+        "plan hf:DIR for N sequences or images a step, or fill {batch} of a script with N (default: 8)",
         "N",
         least=1,
-        page="of `hf:DIR`, sequences or images of a step",
+        page="of `hf:DIR`, sequences or images of a step; of a script, what `{batch}` is filled with",
         refused="a job file; 0",
     )
     precision: str | None = option(*_PRECISION, page="as for `shoal run`")

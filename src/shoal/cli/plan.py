@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
+import shutil
 import sys
 import threading
 import time
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from shoal.cli.options import PlanOptions
+from shoal.cli.script import refuse_script_options, script_of
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
 from shoal.jobs.job import Job
@@ -21,7 +26,7 @@ from shoal.jobs.settings import setting_text, written
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.calibrate.processes import record
-from shoal.planner.search.search import parse
+from shoal.planner.search.search import gib, parse
 from shoal.plans.plan import Plan, layout_name
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.programs import emit
@@ -31,6 +36,7 @@ from shoal.runs.directory import write_file
 if TYPE_CHECKING:
     from shoal.planner.answer.display import Answer
     from shoal.planner.search.search import Candidate
+    from shoal.programs.as_job import ObservedJob
 
 _QUIET_SECONDS, _TERMINAL_SECONDS, _FILE_SECONDS = 1.5, 0.5, 5.0
 
@@ -104,10 +110,11 @@ def plan(options: PlanOptions) -> ExitCode:
                 conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
                 remedy="give the name of a file in a folder that exists",
             )
+    if options.script is not None:
+        return _plan_script(options)
+    refuse_script_options("plan", options)
     answer = answered(options)
-    emission = configuration_for(answer, framework) if options.emit is not None else None
     from shoal.jobs.configured_job import PREFIX
-    from shoal.planner.answer.display import console_of_width, front, show
 
     trained = "JOBFILE" if str(options.job).startswith(PREFIX) else shlex.quote(str(options.job))
     words = ["shoal run", trained, *(f"--config {shlex.quote(path)}" for path in options.config)]
@@ -120,8 +127,17 @@ def plan(options: PlanOptions) -> ExitCode:
         words += ["--plan auto"] + ([f"--precision {options.precision}"] if options.precision else [])
     else:
         words += ["--plan plan.toml  # by -o plan.toml"]
-    typed = " ".join(words)
-    rows = front(answer, typed, "--more")
+    _show(options, answer, " ".join(words))
+    return ExitCode.DONE
+
+
+def _show(options: PlanOptions, answer: Answer, typed: str, seen: Sequence[list[str]] = ()) -> None:
+    """Print an answer, below rows of what was seen of a script, and write the files of the options."""
+    framework, _, emitted = (options.emit or "").partition("=")
+    emission = configuration_for(answer, framework) if options.emit is not None else None
+    from shoal.planner.answer.display import console_of_width, front, show
+
+    rows = [*seen, *front(answer, typed, "--more")]
     if emission is not None:
         rows.insert(-1, ["emit", emission.row])
     show(answer, console_of_width(), rows, more=options.more)
@@ -139,7 +155,41 @@ def plan(options: PlanOptions) -> ExitCode:
             print(f"configuration written: {emitted}")
         else:
             print(f"\n{emission.text}", end="")
+
+
+def _plan_script(options: PlanOptions) -> ExitCode:
+    """Plan a training script: one process of it runs a step without values, and makes the answer."""
+    from shoal.programs.command import job_answer  # torch
+
+    script = script_of("plan", options)
+    request = {**asdict(options), "script": None, "batch": None, "columns": shutil.get_terminal_size().columns}
+    for name in ("output", "html"):
+        request[name] = request[name] and str(Path(request[name]).absolute())
+    with PlanProgress(sys.stderr) as progress:
+        progress.enter("running one step of the script without values, and planning")
+        print(job_answer(script, "shoal.cli.plan:of_observed", request), end="")
     return ExitCode.DONE
+
+
+def of_observed(observed: ObservedJob, request: dict[str, Any]) -> str:
+    """Return what `shoal plan` prints of a script's Job, in the script's process. Raises: ShoalError."""
+    width = request.pop("columns")
+    os.environ["COLUMNS"] = str(width)
+    options = PlanOptions(**{**request, "precision": request["precision"] or observed.precision})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        answer = answered(options, (observed.job, observed.name))
+        profile, batch = answer.question.case.work.profile, observed.job.global_batch
+        state = profile.num_parameters * profile.state_bytes_per_element
+        rows = [*observed.rows, ["work", f"{profile.flops(batch):.3g} FLOPs a step, {gib(state)} of optimizer state"]]
+        layout = answer.chosen.plan.layout
+        ranks = layout.data * layout.shard
+        risks = list(observed.risks)
+        if batch % ranks:
+            risks.insert(0, f"{batch} samples do not divide by {ranks} ranks: a mean over ranks weighs them unequally")
+        rows += [["risk", text] for text in risks]
+        typed = "the script, with its framework's own options: --emit NAME writes them"
+        _show(options, answer, typed, rows)
+    return printed.getvalue()
 
 
 class Emission(NamedTuple):
@@ -199,7 +249,7 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None, *, data
         raise CommandError(
             given="shoal plan without a JOBFILE",
             conflict="there is nothing to plan",
-            remedy="write shoal plan JOBFILE --cluster 8xH100, or shoal plan --learn RUNDIR",
+            remedy="write shoal plan JOBFILE --cluster 8xH100, --script COMMAND in place of the job, or --learn RUNDIR",
         )
     aim = parse(options.aim)
     hours = _above_zero("--mtbf", options.mtbf, "hours", "8")

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -244,6 +245,31 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 shutil.copy(path, out / path.name)
             shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(out / ".rerun", ignore_errors=True)
+
+
+def job_answer(script: Script, then: str, request: dict[str, Any]) -> str:
+    """Return what a function, `MODULE:NAME`, prints of the Job that one process of a script trains.
+
+    Values are left out; a script that cannot do without them runs its first forwards again with values.
+    Raises: ShoalError of the function; CommandError if the script reaches no update.
+    """
+    for fake in (True, False):
+        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+            options = {"mode": "job", "fake": fake, "then": then, "request": request}
+            process = Processes(script, Path(folder), 1, script.batch, options)
+            process.finish()
+            path = Path(folder) / "answer.json"
+            if path.exists():
+                answer: dict[str, str] = json.loads(path.read_text())
+                if "text" in answer:
+                    return answer["text"]
+                raise CommandError(**answer)
+            said = process.last_lines(0)
+    raise CommandError(
+        given=f"--script {script.command!r} on one process",
+        conflict="it ended before an optimizer of torch made an update:\n  " + "\n  ".join(said),
+        remedy="run it by itself first, on one process",
+    )
 
 
 def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | None:

@@ -309,7 +309,7 @@ class ScriptRecorder:
         }
         self.seconds += time.perf_counter() - began
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
         if self._done or is_passed_by(module):
             return
@@ -525,7 +525,8 @@ def start() -> None:
         os.environ.pop("SHOAL_OBSERVER")
     if options.get("cpu"):
         beside("on_cpu").install(options["world"])
-    recorder = ScriptRecorder(options["folder"], options["steps"])
+    job = options["mode"] == "job"
+    recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"])
     note_optimizers(recorder)
     if options["mode"] == "replay":
         beside("replay").ScriptReplay(options, recorder).install()
@@ -533,7 +534,8 @@ def start() -> None:
     observe_steps(recorder)
     observe_calls(recorder)
     observe_data(recorder)
-    atexit.register(recorder.write)
+    if not job:
+        atexit.register(recorder.write)
 
 
 def method(owner: Any, name: str, before: Any) -> None:
@@ -641,7 +643,7 @@ def observe_calls(recorder: ScriptRecorder) -> None:
     method(scaler, "unscale_", lambda self, *args: recorder.step.__setitem__("unscaled", True))
 
     def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(recorder.thread, "loss", False):  # called by another observed one
+        if recorder._done or getattr(recorder.thread, "loss", False):  # called by another observed one
             return run(*args, **kwargs)
         recorder.thread.loss = True
         try:
@@ -669,12 +671,12 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     """Note how many elements a loss counts, and later the gradient of its result."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
         return
-    count = target.numel()
+    count = whole = target.numel()
     if LOSSES[name] is not None and not target.is_floating_point():
         count = int((target != options.get("ignore_index", -100)).sum())
     elif LOSSES[name] is not None and target.ndim > 1:
-        count = target.numel() // target.shape[1]
-    about = {"function": name, "count": count, "reduction": options.get("reduction", "mean"), "gradient": None}
+        count = whole = target.numel() // target.shape[1]
+    about = {"function": name, "count": count, "ignored": whole - count, "reduction": options.get("reduction", "mean"), "gradient": None}
     about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
     recorder.step["losses"].append(about)
 

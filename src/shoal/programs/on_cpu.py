@@ -34,7 +34,7 @@ KERNELS = {
 _MEMORY = 1 << 36
 _HAS_NONE = "and --cpu has none: leave it out by the script's arguments"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SHOAL = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 redirected: Counter[str] = Counter()  # calls from outside of torch, by name

@@ -389,7 +389,7 @@ def verify(options: VerifyOptions, no_source: bool = False) -> int:
     if options.script is not None or options.job is None:
         with exiting(stop_signals(), ExitCode.INTERRUPTED):
             return verify_as_it_is(options)
-    refuse_script_options(options)
+    refuse_script_options("verify", options)
     same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions)} | {
         "started_at": options.started_at
     }
