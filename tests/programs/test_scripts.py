@@ -133,8 +133,12 @@ def test_nothing_seen_is_an_error(script: str, said: str, tmp_path: Path) -> Non
         (
             "ddp.py --batch {batch}",
             (),
-            ["Sequential, 195 parameters, called with float32 [16, 6]", "cross_entropy; AdamW; fp32", "16 samples a step, in 1"]
-            + ["batch statistics (1)"],
+            [
+                "Sequential, 195 parameters, called with float32 [16, 6]",
+                "cross_entropy; AdamW; fp32",
+                "16 samples a step, in 1",
+                "batch statistics (1)",
+            ],
         ),
         ("fsdp2.py", (), ["Sequential, 173 parameters", "cross_entropy; SGD; fp32", "8 samples a step, in 2 forwards"]),
         ("gpus.py --batch {batch} --spawn", ("--cpu", "--launcher", "python"), ["bf16", "16 samples", "AdamW"]),

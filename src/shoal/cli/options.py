@@ -196,7 +196,7 @@ class VerifyOptions(TrainingOptions):
         "filled in",
         refused="a job beside it; options that only a job has; a script that is not there",
     )
-    launcher: str = _launcher(  # noqa: RUF009
+    launcher: str = _launcher(
         "of a script: whose environment its processes get; `python`: the script starts them itself"
     )
     batch: int | None = option(
@@ -256,7 +256,7 @@ class PlanOptions:
         page="[a training script](scripts.md#how-many-devices) and its arguments, in place of a job",
         refused="a job beside it; options that only a job has; a script that is not there",
     )
-    launcher: str = _launcher("as for `shoal verify`", keyword=None)  # noqa: RUF009
+    launcher: str = _launcher("as for `shoal verify`", keyword=None)
     cpu: bool = switch(_CPU, keyword=None, page="as for `shoal verify`", refused="a job")
     seq: int | None = option(
         "plan hf:DIR for sequences of N tokens",

@@ -69,7 +69,8 @@ class StepObserver(observer.ScriptRecorder):
 
     def fake(self) -> None:
         """Run forwards on fake tensors from here on. What reads their values gets zeros."""
-        free, forward, evaluated = ValueFree(), nn.Module._call_impl, dict[Any, Any]()
+        free, evaluated = ValueFree(), dict[Any, Any]()
+        forward: Any = nn.Module._call_impl
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inside = free.mode in _get_current_dispatch_mode_stack()
@@ -81,7 +82,7 @@ class StepObserver(observer.ScriptRecorder):
                     evaluated[key] = forward(module, *args, **kwargs)
             return evaluated[key]
 
-        nn.Module._call_impl = call  # type: ignore[method-assign]
+        setattr(nn.Module, "_call_impl", call)  # noqa: B010
         self._restore.append(lambda: setattr(nn.Module, "_call_impl", forward))
         for name in _READS:
             original = getattr(Tensor, name)
@@ -196,7 +197,7 @@ class _Loss:
         self._tree, self._rows, self._of_classes = (call["args"], call["kwargs"]), rows, of_classes
         self._places = sorted({place for own in call["passes"].values() for place in own})
 
-    def __call__(self, module: nn.Module, batch: list[Tensor]) -> tuple[Tensor, float]:
+    def __call__(self, module: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the sum and the number of samples."""
         fields = iter(batch)
         args, kwargs = replace_leaves(

@@ -676,7 +676,13 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
         count = int((target != options.get("ignore_index", -100)).sum())
     elif LOSSES[name] is not None and target.ndim > 1:
         count = whole = target.numel() // target.shape[1]
-    about = {"function": name, "count": count, "ignored": whole - count, "reduction": options.get("reduction", "mean"), "gradient": None}
+    about = {
+        "function": name,
+        "count": count,
+        "ignored": whole - count,
+        "reduction": options.get("reduction", "mean"),
+        "gradient": None,
+    }
     about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
     recorder.step["losses"].append(about)
 
