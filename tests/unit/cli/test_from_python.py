@@ -20,6 +20,7 @@ from shoal.errors import CommandError, JobError, JobFileError, LaunchError, RunD
 from shoal.plans.plan import read_plan
 from shoal.runs.options import option_names, options_from, options_of
 
+_SCRIPT = ("script", "launcher", "cpu")
 # Options of the command that are no keywords: what is so in Python instead.
 INSTEAD: dict[str, dict[str, Any]] = {
     "run": {
@@ -33,6 +34,7 @@ INSTEAD: dict[str, dict[str, Any]] = {
         "html": shoal.Answer.write_html,
         "more": shoal.Answer.write_html,
         "emit": "the command's alone: it prints",
+        **dict.fromkeys(_SCRIPT, "the command's alone: a script is a command"),
         "learn": "the command's alone: it reads runs, and answers nothing",
     },
 }
@@ -232,9 +234,16 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
     monkeypatch.setattr("shoal.cli.from_python.with_plan", lambda options, environment: options)
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "emit", "html", "more", "learn", "dry_run", "verify"} == set(
-        OPTIONS[name]
-    )
+    assert set(option_names(KINDS[name])) - {
+        "output",
+        "emit",
+        "html",
+        "more",
+        "learn",
+        "dry_run",
+        "verify",
+        *_SCRIPT,
+    } == set(OPTIONS[name])
     for option, (arguments, given) in OPTIONS[name].items():
         command = [name, *([] if option == "job" else [job]), *arguments]
         wanted = options_of(KINDS[name], _parser().parse_args(command))
