@@ -31,9 +31,9 @@ from shoal.parallel.model.value_free import ValueFree, twin
 from shoal.report.quantities import several
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
-    from shoal.programs import observer, replay
+    from shoal.programs import observer, parts, replay
 else:
-    observer = sys.modules["_shoal_observer"]
+    observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
     replay = observer.beside("replay")
 
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__bool__")
@@ -58,7 +58,7 @@ class StepObserver(observer.ScriptRecorder):
         self._then = then
         self._restore: list[Callable[[], None]] = []
 
-    def _store(self, into: dict[str, Tensor], key: str, tensor: Tensor) -> str:
+    def _store(self, into: dict[str, Tensor], part: parts.ParameterPart) -> str:
         return ""
 
     def _gradient(self, key: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -184,7 +184,7 @@ def _without_values(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device, without what frameworks have put around its forwards."""
     outer = [(one, vars(one).pop("forward")) for one in module.modules() if "forward" in vars(one)]
     try:
-        return twin(module, lambda _, tensor: observer.local(tensor).to("meta")).train()
+        return twin(module, lambda _, tensor: parts.local(tensor).to("meta")).train()
     finally:
         for one, forward in outer:
             vars(one)["forward"] = forward
