@@ -139,7 +139,7 @@ class StepObserver(observer.ScriptRecorder):
             model=functools.partial(_without_values, module),
             loss=_Loss(first, rows[0], any(one["function"] == "cross_entropy" for one in losses)),
             optimizer=functools.partial(_optimizer, type(optimizer), optimizer.defaults),
-            train_data=_Rows([t for t in inputs if len(t) == rows[0]]),
+            train_data=_RecordedRows([t for t in inputs if len(t) == rows[0]]),
             global_batch=max(1, sum(rows)),
         )
         kind = type(module).__name__
@@ -213,7 +213,7 @@ class _Loss:
         return total, float(len(batch[0]))
 
 
-class _Rows(IterableDataset[list[Tensor]]):
+class _RecordedRows(IterableDataset[list[Tensor]]):
     """Endless stream of the samples of a recorded forward."""
 
     def __init__(self, fields: list[Tensor]) -> None:
