@@ -5,6 +5,8 @@ Each exception class also derives from the built-in exception that it refines.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sys
@@ -19,6 +21,17 @@ def text_of(error: BaseException) -> str:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception as raised:
         return f"it has no text, since its __str__ raised {type(raised).__name__}"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, but tab and line feed, are replaced: terminals obey them."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
@@ -104,7 +117,7 @@ def folded(text: str, indent: int | None = None) -> str:
         two more than the line has itself.
     """
     lines, width = [], max(40, terminal_width())
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(printable(text).splitlines()):
         label = re.match(r"\s*\S+( \S+){0,2}  +(?=\S)", line)
         own = len(label[0]) if label and len(label[0]) <= 24 else len(line) - len(line.lstrip()) + 2
         later = " " * (own if indent is None else indent)
@@ -130,6 +143,39 @@ def say_note(text: str) -> None:
 def say_labelled(label: str, text: str) -> None:
     """Print a line of a verdict: a label in a column of its own, and a text."""
     print(folded(f"{label:<18} {text}", 19), flush=True)
+
+
+def refused_by_system(error: BaseException) -> ShoalError | None:
+    """Return the error of a full disk, too many open files or refused writes in three beats; None for another error."""
+    number = error.errno if isinstance(error, OSError) else None
+    place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
+    go_on = "--resume goes on from the newest checkpoint of a run"
+    if number in _FULL and _SHARED_MEMORY in text_of(error):
+        return StorageError(
+            given=f"shared memory{place}",
+            conflict=f"{_SHARED_MEMORY} is full: {os.strerror(number or 0)}",
+            remedy=f"free some space there, or make it larger (mount -o remount,size=8G {_SHARED_MEMORY}; "
+            f"docker run --shm-size 8g); {go_on}",
+        )
+    if number == errno.EFBIG:
+        return StorageError(
+            given=f"a file of this command{place}",
+            conflict="it is larger than this process may write: File too large",
+            remedy=f"raise the limit (ulimit -f unlimited); {go_on}",
+        )
+    if number in (*_FULL, errno.EROFS):
+        return StorageError(
+            given=f"files of this command{place}",
+            conflict=f"the disk takes nothing: {os.strerror(number or 0)}",
+            remedy=f"free some space, or write to another disk; {go_on}",
+        )
+    if number in _NO_FILES or "Too many open files" in text_of(error):
+        return LaunchError(
+            given=f"files and sockets of this process{place}",
+            conflict="it may open no more: Too many open files",
+            remedy="raise the limit (ulimit -n 65536), or close what the job's own code has opened",
+        )
+    return None
 
 
 class CommandError(ShoalError, ValueError):

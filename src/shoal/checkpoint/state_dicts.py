@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.checkpoint.tensor_file import DTYPE_NAMES
+from shoal.checkpoint.tensor_file import DTYPE_NAMES, open_tensors
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.runs.directory import read_json
 
@@ -75,7 +75,7 @@ class SafetensorsWeights(StoredWeights):
         self._files: dict[str, Any] = {}
         for path in files:
             try:
-                file: Any = safe_open(path, framework="pt")
+                file: Any = open_tensors(path)
             except (SafetensorError, OSError) as error:
                 raise unreadable(path, error) from error
             for key in file.keys():  # noqa: SIM118, since it is no mapping

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from shoal.checkpoint.state import raw
@@ -32,6 +34,15 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _ALIGNMENT = 8
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a tensor file, also at a path that is not UTF-8, which the library refuses.
+
+    Raises: SafetensorError; OSError.
+    """
+    with path.open("rb") as file:
+        return safe_open(f"/dev/fd/{file.fileno()}", framework="pt")
 
 
 def tensor_file_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoal.checkpoint.callback_state import AVERAGES
@@ -31,6 +31,7 @@ from shoal.checkpoint.store import (
     name_of,
     open_folder,
 )
+from shoal.checkpoint.tensor_file import open_tensors
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.sharded_model import TensorSlice
@@ -80,7 +81,7 @@ class CheckpointWeights(StoredWeights):
         try:
             for file, ranges in entry["files"].items():
                 if file not in self._files:
-                    self._files[file] = safe_open(self._saved.verified(file), framework="pt")
+                    self._files[file] = open_tensors(self._saved.verified(file))
                 piece = self._files[file].get_tensor(name)
                 missing -= target.copy(whole, TensorSlice.from_json(shape, ranges), piece)
             if missing:

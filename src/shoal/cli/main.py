@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from shoal.cli.commands import COMMANDS, add_command, overview
-from shoal.errors import CommandError, SettingWarning, ShoalError, say_note
+from shoal.errors import CommandError, SettingWarning, ShoalError, refused_by_system, say_note
 from shoal.launch.environment import FORK_FD
 from shoal.launch.signals import exiting
 from shoal.runs.options import options_of
@@ -47,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = COMMANDS[parsed.command]
             options: Any = options_of(command.options, parsed)
             code = int(getattr(importlib.import_module(command.module), parsed.command)(options))
-        except ShoalError as error:
-            print(error.render(), file=sys.stderr)
-            code = int(error.exit_code)
+        except (ShoalError, OSError) as error:
+            known = error if isinstance(error, ShoalError) else refused_by_system(error)
+            if known is None:
+                raise
+            print(known.render(), file=sys.stderr)
+            code = int(known.exit_code)
         finally:
             warnings.formatwarning = plain
     if arguments is None:

@@ -26,6 +26,8 @@ from shoal.runs.run_files import RunFiles, RunReader, run_reader
 def report(options: ReportOptions) -> ExitCode:
     """Report on runs. Raises: RunDirectoryError if a directory has no run."""
     files = [_read(run) for run in options.runs]
+    for read in files:
+        read.say_damage()
     accounts = [account_of(one) for one in files]
     if options.json:
         documents = [one.to_json() for one in accounts]
@@ -69,6 +71,7 @@ def watch(options: WatchOptions) -> ExitCode:
         watched = _Watched(reader)
         metrics = Path(options.openmetrics) if options.openmetrics else None
         watched.look()
+        watched.files.say_damage()
         _write(metrics, watched)
         if options.once:
             from rich.console import Console

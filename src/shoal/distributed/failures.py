@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from typing import Any
 
@@ -12,21 +10,16 @@ import torch.distributed as dist
 from shoal.errors import (
     CollectiveError,
     InternalError,
-    LaunchError,
     OutOfMemoryError,
     PeerError,
     ShoalError,
-    StorageError,
     UserCodeError,
     first_line,
+    refused_by_system,
     text_of,
 )
 from shoal.jobs.user_errors import place_of, remedy, traceback_of
 from shoal.numerics.out_of_memory import is_out_of_memory
-
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -87,28 +80,9 @@ def as_shoal_error(error: BaseException) -> ShoalError:
         )
         lost.traceback_text = traceback_of(error) if place else None  # if the job's own code called the collective
         return lost
-    # The system has no room or descriptors left, or refuses writes.
-    number = error.errno if isinstance(error, OSError) else None
-    place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
-    if number in _FULL and _SHARED_MEMORY in text_of(error):
-        return StorageError(
-            given=f"shared memory of this run{place}",
-            conflict=f"{_SHARED_MEMORY} is full: {os.strerror(number or 0)}",
-            remedy=f"free some space there, or make it larger (mount -o remount,size=8G {_SHARED_MEMORY}; "
-            "docker run --shm-size 8g); --resume goes on from the newest checkpoint",
-        )
-    if number in (*_FULL, errno.EROFS):
-        return StorageError(
-            given=f"files of this run{place}",
-            conflict=f"the disk takes nothing: {os.strerror(number or 0)}",
-            remedy="free some space, or give an --out on another disk; --resume goes on from the newest checkpoint",
-        )
-    if number in _NO_FILES or "Too many open files" in text_of(error):
-        return LaunchError(
-            given=f"files and sockets of this process{place}",
-            conflict="it may open no more: Too many open files",
-            remedy="raise the limit (ulimit -n 65536), or close what the job's own code has opened",
-        )
+    system = refused_by_system(error)
+    if system is not None:
+        return system
     text = first_line(error, 300)
     internal = InternalError(
         given="this run",

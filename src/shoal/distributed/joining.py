@@ -22,7 +22,7 @@ from shoal.launch.environment import Environment
 
 JOIN_TIMEOUT = timedelta(seconds=45)  # together with the start of a process, less than a minute
 _PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
-_LEAVING_SECONDS = 3.0
+_LEAVING_SECONDS, _PAUSE_SECONDS = 3.0, 0.05
 _REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
 
 
@@ -97,14 +97,21 @@ class JoinLimit:
 
 
 def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Store:
-    """Connect to rank 0's store with `once`, which tries for the given time. Raises: the last error of `once`."""
+    """Connect to rank 0's store with `once`, which tries for the given time.
+
+    torch prints 40 lines for each of its own attempts, so it tries only where somebody listens.
+    Raises: OSError while nobody listens; the last error of `once`.
+    """
     waiting = JoinLimit(environment.local_rank == 0)
     while True:
+        limit = min(timedelta(seconds=_PROGRESS_SECONDS), waiting.left)
         try:
-            return once(min(timedelta(seconds=_PROGRESS_SECONDS), waiting.left))
-        except (dist.DistError, RuntimeError):
+            socket.create_connection((environment.address, environment.port), limit.total_seconds()).close()
+            return once(limit)
+        except (dist.DistError, RuntimeError, OSError):
             if waiting.is_over:
                 raise
+            time.sleep(_PAUSE_SECONDS)
             waiting.tell(f"rank 0's store at {environment.address}:{environment.port}")
 
 

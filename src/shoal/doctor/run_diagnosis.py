@@ -76,6 +76,7 @@ def examine(run: str, job: JobRequest | None, *, try_out: bool, steps: int | Non
                 remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{named}",
             )
         files = reader.read()
+        files.say_damage()
         job = with_settings_of(job, files.job, all_known=True) if job is not None else None
         times, losses = diagnosis(files)
         run_diagnosis = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
@@ -106,7 +107,7 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
         with contextlib.suppress(CommandError):
             steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
             traced |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
-    untraced = [r for r in files.records if traced.isdisjoint(range(r.first, r.step + 1))]
+    untraced = [r for r in files.records if not any(r.first <= step <= r.step for step in traced)]
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(

@@ -200,6 +200,10 @@ def located(text: str) -> JobModule:
     if is_path(text):
         path = Path(text)
         if not path.is_file():
+            if path.exists() and not path.is_dir():
+                raise JobFileError(
+                    given=text, conflict="it is no regular file", remedy="write the job to a file, and give that"
+                )
             raise _missing(text, path)
         if zipfile.is_zipfile(path):
             raise JobFileError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.bounded_files import RefusedFileError, read_toml
 from shoal.errors import PlanError, nearest
 
 # Outermost first: neighbouring ranks are on the axis that communicates most, so tensor groups stay within a host.
@@ -368,16 +368,14 @@ def read_plan(path: Path) -> Plan:
     Raises: PlanError if the file is missing, is not TOML, or has mistakes (all of them at once).
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = read_toml(path)
+    except RefusedFileError as error:
+        raise PlanError(given=f"--plan {path}", conflict=str(error), remedy="correct the file at that place") from None
     except OSError as error:
         raise PlanError(
             given=f"--plan {path}",
             conflict=f"the file cannot be read: {error.strerror}",
             remedy="give the path of a plan, or leave --plan out and write --devices N",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(
-            given=f"--plan {path}", conflict=f"it is not TOML: {error}", remedy="correct the file at that place"
         ) from None
     document.setdefault("schema", SCHEMA)
     return Plan.from_mapping(document, source=str(path))

@@ -87,9 +87,7 @@ def incidents(files: RunFiles) -> tuple[Incident, ...]:
         every.append(Incident("ended", _whole(early.get("steps")), text))
     if isinstance(result.get("error"), dict):
         every.append(Incident("error", _whole(result.get("steps")), error_line(result["error"])))
-    every += [
-        Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
-    ]
+    every += [Incident("damaged", None, f"{name}: {damage}") for name, damage in files.damaged.items()]
     first: list[Incident] = []
     counts = Counter[str]()
     for incident in sorted(every, key=lambda i: (i.step is None, i.step or 0)):

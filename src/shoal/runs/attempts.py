@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.bounded_files import json_value, lines_of
 from shoal.errors import ShoalError
 from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.request import RunRequest
-from shoal.runs.sound_values import adapter
+from shoal.runs.sound_values import Amount, Ranks, Seconds, Steps, adapter
 
 
 class Events:
@@ -49,11 +50,10 @@ class Events:
 def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
     """Return the mean time between losses of ranks in an event log since an instant, or None without losses."""
     losses = 0
-    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                event = json.loads(line)
-                losses += event["kind"] == "lost" and datetime.fromisoformat(event["at"]).timestamp() >= since
+    for line in lines_of(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            event = json_value(line)
+            losses += event["kind"] == "lost" and datetime.fromisoformat(event["at"]).timestamp() >= since
     return (now - since) / losses if losses else None
 
 
@@ -109,10 +109,10 @@ class AttemptLog:
 class Undone:
     """Steps whose records were replaced: their number, and the sums of their seconds, spans and `after` times."""
 
-    from_step: int
-    steps: int
-    samples: int
-    seconds: float
+    from_step: Steps
+    steps: Steps
+    samples: Amount
+    seconds: Seconds
     spans: dict[str, float]
     after: dict[str, float]
     first_at: float | None = None  # start of the first step, in seconds since the epoch
@@ -141,24 +141,24 @@ class Attempt:
     `ended_at` is None if no end was recorded.
     """
 
-    started_at: float
-    began_at: float
-    phases: dict[str, float] = field(default_factory=dict)
-    resumed_from: int | None = None
-    restarts: int = 0
-    num_steps: int | None = None
-    world_size: int = 1
+    started_at: Seconds
+    began_at: Seconds
+    phases: dict[str, Seconds] = field(default_factory=dict)
+    resumed_from: Steps | None = None
+    restarts: Amount = 0
+    num_steps: Steps | None = None
+    world_size: Ranks = 1
     host: str = ""
     device: str = ""
-    threads: int | None = None  # number in each process
-    cores: int | None = None  # number on rank 0's host
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
+    threads: Ranks | None = None  # number in each process
+    cores: Ranks | None = None  # number on rank 0's host
+    evaluate_every: Steps | None = None
+    checkpoint_every: Steps | None = None
     undone: tuple[Undone, ...] = ()
-    ended_at: float | None = None
-    trained_at: float | None = None
+    ended_at: Seconds | None = None
+    trained_at: Seconds | None = None
     status: str | None = None
-    step: int | None = None  # last step, if the attempt ended
+    step: Steps | None = None  # last step, if the attempt ended
     after: dict[str, float] = field(default_factory=dict)
     checkpoint_cpu: float | None = None  # mean CPU seconds of the writer thread per checkpoint
 
@@ -275,11 +275,10 @@ def call_began_at(request: RunRequest) -> float:
 def read_attempts(path: Path) -> tuple[Attempt, ...]:
     """Return the attempts in a file, without damaged lines."""
     lines = []
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                document = json.loads(line)
-                lines += [document] if isinstance(document, dict) else []
+    for line in lines_of(path):
+        with contextlib.suppress(ValueError):
+            document = json_value(line)
+            lines += [document] if isinstance(document, dict) else []
     return attempts_of(lines)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.bounded_files import json_value, read_bytes
 from shoal.errors import CertificateError
 from shoal.jobs.differences import ABSENT, changed, differences
 
@@ -29,8 +30,8 @@ class Certificate:
     def read(cls, path: Path) -> Certificate:
         """Read a certificate file. Raises: CertificateError if it is missing or unreadable."""
         try:
-            content = path.read_bytes()
-            document = json.loads(content)
+            content = read_bytes(path)
+            document = json_value(content)
             schema = document["schema"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CertificateError(

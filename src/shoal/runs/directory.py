@@ -34,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.bounded_files import append_text, json_value, lines_of, opened, read_object
 from shoal.errors import ExitCode, FencedError, IntegrityError, InUseError, RunDirectoryError, ShoalError
 from shoal.jobs.secret_settings import command_without_secrets
 
@@ -171,10 +172,16 @@ def claim(
     """Lock the directory for this process, creating it with `mode` if it is missing.
 
     If the holder seems to be dead, wait until that is certain, with messages through `say`.
-    Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable.
+    Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable or has links.
     """
     patience = patience or Patience()
     new_folders: list[Path] = []
+    if folder.is_dir() and (links := sorted(one.name for one in os.scandir(folder) if one.is_symlink())):
+        raise RunDirectoryError(
+            given=str(folder),
+            conflict=f"{links[0]} in it is a link, and nothing is written or removed behind a link",
+            remedy="put there what the link leads to, or give another directory",
+        )
     try:
         lock = _claim(folder, Holder.here(), _Judge(folder, say, patience), mode, new_folders)
     except InUseError:
@@ -236,7 +243,7 @@ class _Other:
     def at(cls, target: Path) -> _Other | None:
         """Open the lock at a path again, since only opening makes a network file system's client query the server."""
         try:
-            descriptor = os.open(target, os.O_RDWR)
+            descriptor = opened(target, os.O_RDWR)
         except FileNotFoundError:
             return None
         return cls(descriptor, _read(target), _lock(descriptor), os.fstat(descriptor).st_mtime_ns)
@@ -385,8 +392,8 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _read(target: Path) -> Holder | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        document = json.loads(target.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = read_object(target)
         return Holder(**{field.name: document[field.name] for field in fields(Holder)})
     return None
 
@@ -515,8 +522,7 @@ class Fence:
     def append(self, path: Path, line: str) -> None:
         """Append a line. Raises: OSError; FencedError."""
         self.check()
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_text(path, line + "\n")
 
     def _error(self) -> FencedError:
         assert self.folder is not None, "a fence without a folder is open"
@@ -571,10 +577,9 @@ def _newest_attempt(folder: Path) -> int:
     The working copy of an address has no files of generations. Records of a lower generation would not count.
     """
     generations = []
-    with contextlib.suppress(OSError), RunDirectory(folder).attempts.open("rb") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                generations.append(int(json.loads(line)["generation"]))
+    for line in lines_of(RunDirectory(folder).attempts):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            generations.append(int(json_value(line)["generation"]))
     return max(generations, default=0)
 
 
@@ -738,15 +743,18 @@ def write_aside(path: Path, text: str, mark: str = "") -> Path:
     """Write a temporary file next to `path`, following no link, and return its path. Raises: OSError."""
     aside = path.with_name(f".{path.name}{mark}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with open(os.open(aside, flags, 0o644), "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with open(os.open(aside, flags, 0o644), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     return aside
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None if the file is missing or damaged."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return None
-    return document if isinstance(document, dict) else None

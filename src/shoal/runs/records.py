@@ -17,7 +17,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from shoal.runs.sound_values import adapter
+from shoal.bounded_files import MOST_LOG_BYTES, json_value, opened, whole_lines
+from shoal.runs.sound_values import Amount, Ranks, Seconds, SomeSeconds, Steps, adapter
 
 # Parts of a step's wall time, in seconds; they sum to the step.
 SPANS = (
@@ -74,7 +75,7 @@ class RankTimes:
         other ranks, with the shortest waits.
     """
 
-    steps: int
+    steps: Steps
     busy_seconds: list[float]
     waits: dict[int, list[float]]
 
@@ -103,31 +104,31 @@ class StepRecord:
     fields are those of the last step.
     """
 
-    step: int
-    epoch: int
-    samples: int  # since the start of the run
-    num_samples: int
+    step: Steps
+    epoch: Amount
+    samples: Amount  # since the start of the run
+    num_samples: Amount
     loss: float | None  # total / weight over the global batch
     weight: float | None
     grad_norm: float | None
     learning_rate: float
     loss_scale: float | None
-    seconds: float
+    seconds: SomeSeconds
     spans: dict[str, float]  # rank 0's seconds by name
     ranks: Mapping[str, Spread]  # the spans over all ranks, `memory_bytes` and `step_seconds`
-    memory_bytes: int
+    memory_bytes: Amount
     digest: str  # of all sample ids up to and including this step
     skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
     push: dict[str, Any] | None = None  # with servers: step of the job, workers, staleness
     compression: dict[str, Any] | None = None  # in sampled steps: cosine, residual, guard fallback
-    at: float | None = None  # end of the step on rank 0's clock, in seconds since the epoch
+    at: Seconds | None = None  # end of the step on rank 0's clock, in seconds since the epoch
     after: dict[str, float] | None = None  # seconds of the evaluation and checkpoint after it
     by_rank: RankTimes | None = None  # in some records: which ranks waited for which
-    steps: int = 1  # number of steps in the record, up to and including `step`
+    steps: Ranks = 1  # number of steps in the record, up to and including `step`
     block: BlockExtremes | None = None  # if the record is of several steps
-    generation: int = 0  # start of the run's ranks that wrote the record
+    generation: Amount = 0  # start of the run's ranks that wrote the record
 
     @property
     def first(self) -> int:
@@ -202,7 +203,7 @@ def parsed(line: str | bytes) -> StepRecord | TrainedAgain:
     mark = '{"trained_again"'
     if not line.startswith(mark if isinstance(line, str) else mark.encode()):  # type: ignore[arg-type]
         return StepRecord.from_line(line)
-    return TrainedAgain(**{name: int(value) for name, value in json.loads(line)["trained_again"].items()})
+    return TrainedAgain(**{name: int(value) for name, value in json_value(line)["trained_again"].items()})
 
 
 class CountedRecords:
@@ -283,13 +284,13 @@ class RunRecord:
 def read_steps(path: Path) -> Iterator[StepRecord]:
     """Yield the records in a `records.jsonl` that count. An incomplete last line is skipped. Raises: ValueError."""
     counted = CountedRecords()
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                counted.add(parsed(line))
+    with open(opened(path), "rb") as file:
+        for line in whole_lines(file):
+            counted.add(parsed(line))
     yield from counted.records
 
 
+_MOST_NOISE_BYTES = 1 << 24
 _TAIL_BYTES = 1 << 16  # the end of a file that is read first; a record has about 2 kB, a block 4 kB
 
 
@@ -299,8 +300,8 @@ def last_records(path: Path, after: int | None = None) -> list[StepRecord]:
     Raises: OSError.
     """
     tail = _TAIL_BYTES
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
+    with open(opened(path), "rb") as file:
+        size = min(file.seek(0, os.SEEK_END), MOST_LOG_BYTES)
         while True:
             file.seek(max(0, size - tail))
             counted, lines = CountedRecords(), file.read(tail).split(b"\n")[:-1]
@@ -308,6 +309,7 @@ def last_records(path: Path, after: int | None = None) -> list[StepRecord]:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     counted.add(parsed(line))
             records = counted.records
-            if size <= tail or (records and (after is None or records[0].step <= after)):
+            is_noise = not records and tail >= _MOST_NOISE_BYTES
+            if size <= tail or is_noise or (records and (after is None or records[0].step <= after)):
                 return records[-1:] if after is None else [record for record in records if record.step > after]
             tail *= 8

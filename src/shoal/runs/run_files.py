@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.errors import RunDirectoryError
+from shoal.bounded_files import (
+    MOST_LINE_BYTES,
+    MOST_LINES,
+    json_value,
+    opened,
+    read_object,
+    read_toml,
+    whole_lines,
+)
+from shoal.errors import RunDirectoryError, say_note
 from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
-from shoal.runs.directory import RunDirectory, held_since, is_held, read_json
+from shoal.runs.directory import RunDirectory, held_since, is_held
 from shoal.runs.records import CountedRecords, StepRecord, parsed
 from shoal.runs.sound_values import sound_job, sound_plan, sound_result
 
@@ -30,7 +37,7 @@ class RunFiles:
 
     `is_held`: whether a process trains there now.
     `address`: address of the run if `path` is a copy.
-    `damaged`: number of unreadable lines by file, without an incomplete last line.
+    `damaged`: by file, what of it was not read, and why.
     """
 
     path: Path
@@ -44,12 +51,17 @@ class RunFiles:
     saved_step: int | None = None
     is_held: bool = False
     address: str | None = None
-    damaged: Mapping[str, int] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
         """The run directory as messages name it."""
         return self.address or str(self.path)
+
+    def say_damage(self) -> None:
+        """Print a note for each file that was not read, or not all of it."""
+        for name, damage in self.damaged.items():
+            say_note(f"{self.shown}/{name}: {damage}")
 
     @property
     def name(self) -> str:
@@ -65,37 +77,47 @@ class RunFiles:
 class LineFile:
     """Incremental reader of a growing file of JSON lines.
 
-    A file that was replaced or truncated is read from its start, and `replaced` is set.
+    A file that was replaced or truncated is read from its start, and `replaced` is set. `refused` says why the file, or
+    the rest of it, is not read.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.damaged, self.replaced = path, 0, False
-        self._offset, self._identity = 0, (0, 0)
+        self.path, self.refused, self.replaced = path, "", False
+        self._offset, self._identity, self._num_lines, self._num_damaged = 0, (0, 0), 0, 0
+
+    @property
+    def damage(self) -> str:
+        """What was not read, and why; empty if all of the file was."""
+        return self.refused or (f"{self._num_damaged} lines could not be read" if self._num_damaged else "")
 
     def more(self, read: Callable[[str], T]) -> list[T]:
         """Return the lines since the last call, parsed by `read`. Lines that `read` rejects are counted as damaged."""
-        self.replaced = False
+        self.replaced, self.refused = False, ""
         values: list[T] = []
         try:
-            file = self.path.open("rb")
-        except OSError:
+            file = open(opened(self.path), "rb")  # noqa: SIM115, the next line has the context
+        except FileNotFoundError:
+            return values
+        except OSError as error:
+            self.refused = str(error)
             return values
         with file:
             now = os.fstat(file.fileno())
             identity = now.st_dev, now.st_ino
             if identity != self._identity or now.st_size < self._offset:
                 self.replaced = self._identity != (0, 0)
-                self._identity, self._offset, self.damaged = identity, 0, 0
-            at = self._offset
-            file.seek(at)
-            for line in file:
-                if not line.endswith(b"\n"):  # incomplete: still being written, or cut off by a kill
+                self._identity, self._offset, self._num_lines, self._num_damaged = identity, 0, 0, 0
+            file.seek(self._offset)
+            for line in whole_lines(file):  # an incomplete one is still being written, or was cut off by a kill
+                if self._num_lines >= MOST_LINES:
                     break
-                self._offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                self._offset, self._num_lines = file.tell(), self._num_lines + 1
+                try:
                     values.append(read(line.decode("utf-8")))
-                    continue
-                self.damaged += 1
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    self._num_damaged += 1
+            if now.st_size - self._offset > MOST_LINE_BYTES:
+                self.refused = f"only its first {self._num_lines:,} lines were read: no run writes what follows"
         return values
 
 
@@ -115,7 +137,7 @@ class RunReader:
         files = self._files
         if self._address is not None:
             fetch_to_read(self._address, files.path)
-        if not files.job.exists() and not files.records.exists():
+        if not os.path.lexists(files.job) and not os.path.lexists(files.records):
             raise RunDirectoryError(
                 given=str(files.path),
                 conflict="no run began there (it has no job.json)",
@@ -129,7 +151,16 @@ class RunReader:
         records = self._records.records
         self._grow(self._lines["attempts"], self._attempts, _object)
         self._grow(self._lines["events"], self._events, _object)
-        saved = (read_json(files.saved) or {}).get("step")
+        damaged = {f"{name}.jsonl": lines.damage for name, lines in self._lines.items() if lines.damage}
+        documents: dict[str, dict[str, Any]] = {}
+        for path in (files.job, files.plan, files.result, files.saved):
+            try:
+                documents[path.stem] = read_toml(path) if path == files.plan else read_object(path)
+            except FileNotFoundError:
+                documents[path.stem] = {}
+            except OSError as error:
+                documents[path.stem], damaged[path.name] = {}, str(error)
+        saved = documents["saved"].get("step")
         now, trains_now, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
         if trains_now and attempts:
             newest = records[-1].at if records else None
@@ -146,22 +177,19 @@ class RunReader:
                 about = {name: getattr(last, name) for name in known}
                 restarts = last.restarts + 1 if is_restart else 0
                 attempts += (Attempt(min(since, now), now, resumed_from=last.step, restarts=restarts, **about),)
-        plan: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            plan = sound_plan(tomllib.loads(files.plan.read_text(encoding="utf-8")))
         return RunFiles(
             path=files.path,
             read_at=now,
-            job=sound_job(read_json(files.job) or {}),
-            plan=plan,
-            result=sound_result(read_json(files.result) or {}),
+            job=sound_job(documents["job"]),
+            plan=sound_plan(documents["plan"]),
+            result=sound_result(documents["result"]),
             records=tuple(records),
             attempts=attempts,
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,
             is_held=trains_now,
             address=self._address,
-            damaged={name: lines.damaged for name, lines in self._lines.items() if lines.damaged},
+            damaged=damaged,
         )
 
     def _grow(self, lines: LineFile, into: list[T], read: Callable[[str], T]) -> None:
@@ -187,7 +215,7 @@ def run_reader(run: str) -> Iterator[RunReader]:
 
 
 def _object(line: str) -> dict[str, Any]:
-    document = json.loads(line)
+    document = json_value(line)
     if not isinstance(document, dict):
         raise TypeError(line)
     return document

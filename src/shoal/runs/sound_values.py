@@ -6,17 +6,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
+# Limits of what a run can have, so that no loop over a count, sum or quotient of a damaged file fails or lasts.
+Steps = Annotated[int, Interval(ge=0, le=1 << 40)]
+Ranks = Annotated[int, Interval(ge=1, le=1 << 20)]
+Amount = Annotated[int, Interval(ge=0, le=1 << 60)]
+Seconds = Annotated[float, Interval(ge=0.0, le=1e12)]
+Quantity = Annotated[float, Interval(ge=0.0, le=1e30)]
+SomeSeconds = Annotated[float, Interval(gt=0.0, le=1e12)]
 
 
 @dataclass(frozen=True)
 class _Beside:
-    predicted: float | None = None
-    measured: float | None = None
+    predicted: Quantity | None = None
+    measured: Quantity | None = None
 
 
 @dataclass(frozen=True)
@@ -24,28 +32,28 @@ class _Prediction:
     parts: dict[str, _Beside] = field(default_factory=dict)
     step_seconds: _Beside = field(default_factory=_Beside)
     peak_bytes: _Beside = field(default_factory=_Beside)
-    terms: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, Quantity] = field(default_factory=dict)
     device_kind: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Volume:
-    messages: int
-    bytes: int
+    messages: Amount
+    bytes: Amount
 
 
 @dataclass(frozen=True)
 class _RankTraffic:
-    rank: int
+    rank: Amount
     measured: dict[str, dict[str, _Volume]]
     predicted: dict[str, dict[str, _Volume]] | None
 
 
 @dataclass(frozen=True)
 class _RankMemory:
-    rank: int
-    measured: dict[str, int | None]
-    predicted: dict[str, int | None] | None
+    rank: Amount
+    measured: dict[str, Amount | None]
+    predicted: dict[str, Amount | None] | None
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,14 @@ class _Server:
 _Table = dict[str, Any] | None
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("status", "sample_digest", "weights_sha256", "certificate"), str | None),
-    **dict.fromkeys(("steps", "samples", "world_size", "eval_samples", "restarts", "skipped_steps"), int),
-    **dict.fromkeys(("train_loss", "wall_seconds", "first_step_seconds"), float | None),
-    **dict.fromkeys(("look_seconds", "compile_seconds"), float | None),
+    **dict.fromkeys(("samples", "eval_samples", "restarts", "skipped_steps"), Amount),
+    **dict.fromkeys(("first_step_seconds", "look_seconds", "compile_seconds"), Seconds | None),
+    "steps": Steps,
+    "world_size": Ranks,
+    "train_loss": float | None,
+    "wall_seconds": float | None,
     **dict.fromkeys(("error", "ended_by", "ended_early", "best", "compression", "computation"), _Table),
-    "resumed_from": int | None,
+    "resumed_from": Steps | None,
     "compile_cuts": list[str] | None,
     "metrics": dict[str, float | None],
     "versions": dict[str, str],
@@ -81,21 +92,21 @@ _RESULT: dict[str, Any] = {
 }
 _PREDICTION: dict[str, Any] = {
     **dict.fromkeys(("cluster", "device", "device_kind", "peak_dtype"), str | None),
-    **dict.fromkeys(("step_seconds", "mfu", "peak_flops", "flops_per_sample", "price_per_hour"), float | None),
-    **dict.fromkeys(("peak_bytes", "sample_tokens", "devices"), float | None),
-    **dict.fromkeys(("terms", "memory", "curve"), dict[str, float]),
+    **dict.fromkeys(("step_seconds", "mfu", "peak_flops", "flops_per_sample", "price_per_hour"), Quantity | None),
+    **dict.fromkeys(("peak_bytes", "sample_tokens", "devices"), Quantity | None),
+    **dict.fromkeys(("terms", "memory", "curve"), dict[str, Quantity]),
 }
 # Keys that are read from a plan without the plan parser, which rejects files of newer versions.
 _PLAN: dict[str, dict[str, Any]] = {
     "prediction": _PREDICTION,
-    "layout": dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), int),
-    "batch": {"grains_per_microbatch": int},
-    "pipeline": {"stages_per_rank": int},
-    "data": {"workers": int},
+    "layout": dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), Ranks),
+    "batch": {"grains_per_microbatch": Ranks},
+    "pipeline": {"stages_per_rank": Ranks},
+    "data": {"workers": Amount},
 }
 _JOB: dict[str, Any] = {
     **dict.fromkeys(("file", "function"), str),
-    **dict.fromkeys(("train_samples", "parameters", "global_batch", "grains"), int | None),
+    **dict.fromkeys(("train_samples", "parameters", "global_batch", "grains"), Amount | None),
     "versions": dict[str, str],
 }
 

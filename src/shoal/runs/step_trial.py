@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.bounded_files import read_object
 from shoal.errors import CommandError
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import STEPS
@@ -245,7 +246,7 @@ def trial_of(document: object) -> StepTrial:
 def read_trial(path: Path) -> StepTrial | None:
     """Read a trial.json; None if there is none. Raises: CommandError for another file."""
     try:
-        return trial_of(json.loads(path.read_text(encoding="utf-8")))
+        return trial_of(read_object(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -350,7 +351,8 @@ def note_processes(request: RunRequest, precision: str | None) -> None:
 
 
 def _run_here(request: RunRequest) -> int:
-    """Train in this process or with ranks on this host, and return the exit code."""
+    """Train in this process or with ranks on this host, and return the exit code. Raises: LaunchError."""
+    allow_open_files(request.what.plan.num_processes)
     with claimed(request) as (request, lock):
         if request.what.plan.num_processes == 1:
             request, signals = request.begun(), Signals(impatient=True)
@@ -369,6 +371,20 @@ def _run_here(request: RunRequest) -> int:
         except ShoalError as error:
             return tell(request, error)
         return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
+
+
+def allow_open_files(num_processes: int) -> None:
+    """Raise this process's limit of open files, which its ranks inherit. Raises: LaunchError if that is too few."""
+    wanted = 32 + 8 * num_processes  # two ranks were seen to start with 32, and to fail with 28
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != most < wanted:
+        raise LaunchError(
+            given=f"{num_processes} {'process' if num_processes == 1 else 'processes'} that may open {most} files each",
+            conflict=f"about {wanted} are needed, for sockets between ranks and files of the run",
+            remedy="raise the limit: ulimit -n 65536",
+        )
+    if resource.RLIM_INFINITY != allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 @contextlib.contextmanager
@@ -482,7 +498,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         )
     wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch, step)
     if options.plan:
-        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
+        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan).resolve())
         origin = Origin.FILE
     elif options.resume and directory.plan.exists():
         given, origin = read_plan(directory.plan), Origin.RUN

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from shoal.errors import CommandError, LaunchError
+from shoal.errors import CommandError, LaunchError, printable
 from shoal.launch.signals import Signals
 
 # Modules, each a `Launcher`, imported when their engine is requested.
@@ -43,6 +43,19 @@ class Submission:
     max_restarts: int = 0  # in a row, without a new step
     least_processes: int | None = None  # the fewest processes that suffice; None: exactly `num_processes`
     address: str | None = None  # of the run directory, if `out` is this host's working copy of it
+
+    def __post_init__(self) -> None:
+        """Refuse control characters: in a script or a manifest, a line feed begins a line of its own.
+
+        Raises: CommandError.
+        """
+        for text in (*self.command, self.options, str(self.out), str(self.folder), self.address or ""):
+            if "\n" in text or printable(text) != text:
+                raise CommandError(
+                    given=f"a run to submit with {text!r}",
+                    conflict="it has a control character, which would become a part of the script that the engine runs",
+                    remedy="give the folder, file or setting a name without it",
+                )
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.bounded_files import opened
 from shoal.checkpoint.keeper import RunState
 from shoal.distributed.mesh import Agreement, Mesh
 from shoal.parallel.base import StepSums
@@ -308,7 +309,7 @@ class RecordWriter:
 
 def _opened(path: Path) -> io.FileIO:
     """Open a file of lines to append to, and remove an incomplete last line, which a killed process left."""
-    file = path.open("a+b", buffering=0)
+    file = io.FileIO(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     end = size = file.seek(0, os.SEEK_END)
     last = b""
     while end and b"\n" not in last:

@@ -1,0 +1,136 @@
+"""Files of a run, opened and parsed within bounds, since a run directory may come from anybody.
+
+Only regular files are opened, and no links: a link may lead anywhere, and a pipe or a device may never end. Sizes, the
+depth of tables, and numbers have limits. Control characters in texts are replaced, so that none reaches a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shoal.errors import printable
+
+MOST_BYTES = 1 << 26  # of a document
+MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = 1 << 29, 200_000, 1 << 20  # a run of a million steps writes 20,000 lines
+_MOST_DEPTH = 64
+_MOST_NUMBER = 1 << 63
+_ESCAPED_CONTROL = re.compile(r"(?<!\\)((?:\\\\)*)\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)
+
+
+class RefusedFileError(OSError, ValueError):
+    """A file of a run is none that shoal writes. The message says what it is instead."""
+
+
+def opened(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor. Raises: RefusedFileError for any other file; OSError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RefusedFileError("it is a link, and links in a run are not followed") from None
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # ENXIO: a socket, or a pipe without a reader
+            raise RefusedFileError("it is no regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RefusedFileError("it is no regular file")
+    return descriptor
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a regular file, or create it. Raises: RefusedFileError; OSError."""
+    with open(opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file. Raises: RefusedFileError; OSError."""
+    with open(opened(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise RefusedFileError(f"it has {size:,} bytes, and the limit is {most_bytes:,}")
+        return file.read(most_bytes)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises: RefusedFileError; OSError."""
+    return _object(json_value(_text(path)))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables in a TOML file. Raises: RefusedFileError; OSError."""
+    try:
+        return _object(_sound(tomllib.loads(_text(path))))
+    except RecursionError:
+        raise RefusedFileError("its tables are too deep") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RefusedFileError(f"it is not TOML: {error}") from None
+
+
+def json_value(text: str | bytes) -> Any:
+    """Parse JSON within the bounds. NaN and infinity become None. Raises: RefusedFileError."""
+    try:
+        return _sound(json.loads(text, parse_constant=lambda _: None))
+    except RecursionError:
+        raise RefusedFileError("its tables are too deep") from None
+    except ValueError as error:
+        raise error if isinstance(error, RefusedFileError) else RefusedFileError(f"it is not JSON: {error}") from None
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines that end with a line feed, without it, up to one that is longer than the limit.
+
+    Control characters in texts are replaced. The file position is behind the last line at each yield. Raises: OSError.
+    """
+    while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n") and file.tell() <= MOST_LOG_BYTES:
+        yield _without_escapes(line[:-1])
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a file; none of one that is missing or refused."""
+    with contextlib.suppress(OSError), open(opened(path), "rb") as file:
+        yield from whole_lines(file)
+
+
+def _without_escapes(line: bytes) -> bytes:
+    if b"\\u00" not in line:
+        return line
+    return _ESCAPED_CONTROL.sub(r"\1\\ufffd", line.decode("utf-8", "surrogateescape")).encode(
+        "utf-8", "surrogateescape"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise RefusedFileError("it is not UTF-8") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RefusedFileError("it is no JSON object")
+    return value
+
+
+def _sound(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict | list):
+        if depth > _MOST_DEPTH:
+            raise RefusedFileError("its tables are too deep")
+        if isinstance(value, list):
+            return [_sound(one, depth + 1) for one in value]
+        return {printable(name): _sound(one, depth + 1) for name, one in value.items()}
+    if isinstance(value, int | float) and not -_MOST_NUMBER <= value <= _MOST_NUMBER:
+        raise RefusedFileError("it has a number that no run has")
+    return value
