@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -37,13 +38,16 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise RefusedFileError("it is a link, and links in a run are not followed") from None
-        if error.errno in (errno.EISDIR, errno.ENXIO):  # ENXIO: a socket, or a pipe without a reader
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
             raise RefusedFileError("it is no regular file") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise RefusedFileError("it is no regular file")
-    return descriptor
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise RefusedFileError("it is no regular file")
 
 
 def append_text(path: Path, text: str) -> None:
@@ -63,27 +67,31 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises: RefusedFileError; OSError."""
-    return _object(json_value(_text(path)))
+    return _object(json_value(read_bytes(path)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables in a TOML file. Raises: RefusedFileError; OSError."""
     try:
-        return _object(_sound(tomllib.loads(_text(path))))
+        document = tomllib.loads(read_bytes(path).decode("utf-8"))
     except RecursionError:
         raise RefusedFileError("its tables are too deep") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RefusedFileError(f"it is not TOML: {error}") from None
+    _check(document)
+    return document
 
 
 def json_value(text: str | bytes) -> Any:
     """Parse JSON within the bounds. NaN and infinity become None. Raises: RefusedFileError."""
     try:
-        return _sound(json.loads(text, parse_constant=lambda _: None))
+        value = json.loads(text, parse_constant=lambda _: None)
     except RecursionError:
         raise RefusedFileError("its tables are too deep") from None
     except ValueError as error:
-        raise error if isinstance(error, RefusedFileError) else RefusedFileError(f"it is not JSON: {error}") from None
+        raise RefusedFileError(f"it is not JSON: {error}") from None
+    _check(value)
+    return cleaned(value)
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -109,28 +117,29 @@ def _without_escapes(line: bytes) -> bytes:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError:
-        raise RefusedFileError("it is not UTF-8") from None
-
-
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RefusedFileError("it is no JSON object")
     return value
 
 
-def _sound(value: Any, depth: int = 0) -> Any:
+def cleaned(value: Any) -> Any:
+    """Return a value of JSON or TOML in whose texts control characters are replaced."""
     if isinstance(value, str):
         return printable(value)
+    if isinstance(value, list):
+        return [cleaned(one) for one in value]
+    return {printable(name): cleaned(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _check(value: Any, depth: int = 0) -> None:
     if isinstance(value, dict | list):
         if depth > _MOST_DEPTH:
             raise RefusedFileError("its tables are too deep")
-        if isinstance(value, list):
-            return [_sound(one, depth + 1) for one in value]
-        return {printable(name): _sound(one, depth + 1) for name, one in value.items()}
-    if isinstance(value, int | float) and not -_MOST_NUMBER <= value <= _MOST_NUMBER:
-        raise RefusedFileError("it has a number that no run has")
-    return value
+        for one in value.values() if isinstance(value, dict) else value:
+            _check(one, depth + 1)
+    elif isinstance(value, int):
+        if not -_MOST_NUMBER <= value < _MOST_NUMBER:
+            raise RefusedFileError("it has a number that no run has")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RefusedFileError("it has a number that is not finite")

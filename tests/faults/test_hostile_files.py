@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
+import resource
+import shutil
 import socket
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.launching import JOBS
+from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, start_command
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
 JOB = f"{JOBS / 'tiny.py'}:mlp"
 # A command may take this much more than on the undamaged run.
 MORE_SECONDS, MORE_BYTES = 5.0, 200_000_000
+MOST_ADDRESSES = 8 << 30
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
 DOCUMENTS = ("job.json", "result.json", "saved.json", "lock.json", "plan.toml")
 LOGS = ("records.jsonl", "attempts.jsonl", "events.jsonl")
 SAVED = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
@@ -150,4 +160,100 @@ KINDS = {
     **{f"cut {seed}": cut(seed) for seed in range(3)},
     **{f"noise {seed}": noise(seed) for seed in range(2)},
 }
-CASES = [(file, kind) for file in (*DOCUMENTS, *LOGS, *SAVED) for kind in KINDS]
+FILES = (*DOCUMENTS, *LOGS, *SAVED)
+CASES = [f"{file}, {kind}" for file in FILES for kind in KINDS]
+# In place of a file that an undisturbed run does not have.
+ABSENT = {
+    "lock.json": json.dumps({"pid": 1, "host": "other", "boot": "x", "process_started": 3, "of_version": 9}),
+    "events.jsonl": json.dumps({"at": "2026-01-01T00:00:00.000+00:00", "kind": "lost", "rank": 1, "seconds": 2.0})
+    + "\n",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a command took, and how it ended."""
+
+    seconds: float
+    peak_bytes: int
+    ended: Ended
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Shared) -> Path:
+    """A run of nine steps with checkpoints after 3, 6 and 9."""
+    return shared.run(Run(JOB, Path(), 1, arguments=("--steps", "9", "--checkpoint-every", "3"))).out
+
+
+def cost(command: str, out: Path) -> Cost:
+    """Run a command, in at most 8 GB of addresses, and note the most memory that was seen."""
+    began, peak = time.monotonic(), 0
+    with start_command([sys.executable, "-m", "shoal", *COMMANDS[command](out)], out.parent / "said") as started:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(started.pid, resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
+        while started.process.poll() is None and time.monotonic() < began + 40.0:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{started.pid}/status").read_text(encoding="utf-8")
+                peak = max(peak, *(int(kb) * 1024 for kb in re.findall(r"VmHWM:\s+(\d+)", status)), 0)
+            time.sleep(0.005)
+        ended = started.wait(0.1)
+    return Cost(time.monotonic() - began, peak, ended)
+
+
+@pytest.fixture(scope="module")
+def undamaged(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cost]:
+    """The cost of each command on the undamaged run."""
+    costs = {}
+    for command in COMMANDS:
+        out = Path(shutil.copytree(whole, tmp_path_factory.mktemp("undamaged") / "run"))
+        costs[command] = cost(command, out)
+        costs[command].ended.expect(0)
+    return costs
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, time and size of everything beside the run."""
+    beside = (path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != "run")
+    return {str(path): (s.st_ino, s.st_mtime_ns, s.st_size) for path in beside for s in [path.lstat()]}
+
+
+@parametrize("case", CASES, usual=["job.json, fifo", "records.jsonl, endless", "plan.toml, negative"])
+def test_a_damaged_or_hostile_file(case: str, whole: Path, undamaged: dict[str, Cost], tmp_path: Path) -> None:
+    """A lock is aged, since a holder that cannot be named is waited for while its file is young."""
+    file, kind = case.split(", ")
+    for command in COMMANDS:
+        folder = tmp_path / command
+        out = Path(shutil.copytree(whole, folder / "run"))
+        path = newest_checkpoint(out) / file if file in SAVED else out / file
+        content = path.read_bytes() if path.exists() else ABSENT[file].encode()
+        path.unlink(missing_ok=True)
+        (folder / "outside").write_bytes(b"")
+        KINDS[kind](path, content)
+        if file == "lock.json":
+            os.utime(path, (0, 0), follow_symlinks=False)
+        before = listing(folder)
+        found, usual = cost(command, out), undamaged[command]
+        assert found.ended.code in (0, 2, 73, 74), found.ended
+        assert found.seconds < usual.seconds + MORE_SECONDS, found.ended
+        assert found.peak_bytes < usual.peak_bytes + MORE_BYTES, found.ended
+        assert "Traceback" not in found.ended.output, found.ended
+        assert not CONTROL.search(found.ended.output), found.ended
+        assert listing(folder) == before, found.ended
+
+
+@parametrize("name", ["generations", "attempts.jsonl", "events.jsonl", "records.jsonl", "errors"])
+def test_nothing_behind_a_link_is_written(name: str, whole: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
+    path, target = out / name, tmp_path / "target"
+    if name in ("generations", "errors"):
+        target.mkdir()
+        (target / "000000").write_text("mine")
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        target.write_text("mine\n")
+        path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    before = listing(tmp_path)
+    ended = run(Run(JOB, out, 1, arguments=("--resume", "--steps", "12"))).fails(2)
+    assert f"{name} in it is a link" in ended.stderr
+    assert listing(tmp_path) == before

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from shoal.bounded_files import (
     MOST_LINE_BYTES,
     MOST_LINES,
+    cleaned,
     json_value,
     opened,
     read_object,
@@ -99,7 +100,7 @@ class LineFile:
         except FileNotFoundError:
             return values
         except OSError as error:
-            self.refused = str(error)
+            self.refused = error.strerror or str(error)
             return values
         with file:
             now = os.fstat(file.fileno())
@@ -159,7 +160,7 @@ class RunReader:
             except FileNotFoundError:
                 documents[path.stem] = {}
             except OSError as error:
-                documents[path.stem], damaged[path.name] = {}, str(error)
+                documents[path.stem], damaged[path.name] = {}, error.strerror or str(error)
         saved = documents["saved"].get("step")
         now, trains_now, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
         if trains_now and attempts:
@@ -181,7 +182,7 @@ class RunReader:
             path=files.path,
             read_at=now,
             job=sound_job(documents["job"]),
-            plan=sound_plan(documents["plan"]),
+            plan=sound_plan(cleaned(documents["plan"])),
             result=sound_result(documents["result"]),
             records=tuple(records),
             attempts=attempts,

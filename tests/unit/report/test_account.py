@@ -142,7 +142,7 @@ def test_lines_that_are_damaged_are_left_out_and_told(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines[:3], "{", '{"step": "x"}', "[]", *lines[3:], lines[-1][:40]]))
     found = account(read_run(run.path))
     assert found.steps == 100
-    assert [i.text for i in found.incidents] == ["3 lines of records.jsonl could not be read"]
+    assert [i.text for i in found.incidents] == ["records.jsonl: 3 lines could not be read"]
     assert abs(sum(part.share for part in found.wall.parts) - 1.0) < SUM
 
 

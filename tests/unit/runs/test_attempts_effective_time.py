@@ -68,6 +68,6 @@ def test_an_engines_new_start_is_of_the_call_that_began_with_the_first(tmp_path:
 
 def test_the_mean_time_between_losses_counts_those_of_the_call(tmp_path: Path) -> None:
     lost = [json.dumps({"at": instant(at), "kind": "lost"}) for at in (150.0, 250.0, 350.0)]
-    (tmp_path / "events.jsonl").write_text("\n".join(lost))
+    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in lost))
     assert mtbf_seconds(tmp_path / "events.jsonl", 200.0, 400.0) == 100.0
     assert mtbf_seconds(tmp_path / "events.jsonl", 400.0, 500.0) is None
