@@ -235,7 +235,7 @@ def test_a_damaged_or_hostile_file(case: str, whole: Path, undamaged: dict[str, 
         found, usual = cost(command, out), undamaged[command]
         assert found.ended.code in (0, 2, 73, 74), found.ended
         assert found.seconds < usual.seconds + MORE_SECONDS, found.ended
-        assert found.peak_bytes < usual.peak_bytes + MORE_BYTES, found.ended
+        assert found.peak_bytes < max(one.peak_bytes for one in undamaged.values()) + MORE_BYTES, found.ended
         assert "Traceback" not in found.ended.output, found.ended
         assert not CONTROL.search(found.ended.output), found.ended
         assert listing(folder) == before, found.ended
