@@ -88,7 +88,7 @@ class LineFile:
 
     @property
     def damage(self) -> str:
-        """What was not read, and why; empty if all of the file was."""
+        """The part of the file that was not read, and why; empty if all of it was."""
         return self.refused or (f"{self._num_damaged} lines could not be read" if self._num_damaged else "")
 
     def more(self, read: Callable[[str], T]) -> list[T]:
