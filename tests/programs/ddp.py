@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -19,11 +22,27 @@ dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank() if arguments.fault == "seed" else 0)
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
-net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Net(nn.Sequential):
+    """Layers that may be computed again in the backward, or whose result is centred over all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if arguments.fault == "recomputed":
+            return checkpoint(super().forward, x, use_reentrant=False)
+        x = super().forward(x)
+        return x - all_reduce(x.mean(0)) / dist.get_world_size() if arguments.fault == "exchanges" else x
+
+
+net = Net(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
 model = net if arguments.fault == "seed" else DistributedDataParallel(net)
+if arguments.fault != "noisy":
+    torch.manual_seed(dist.get_rank() + 1)
 sampler = DistributedSampler(data)
 rate = 1e-2 * (dist.get_rank() + 1 if arguments.fault == "rate" else 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+if arguments.fault == "zero":
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=rate)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
 for epoch in range(0 if arguments.fault == "untrained" else 2):
     sampler.set_epoch(epoch)

@@ -7,14 +7,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 17), nn.GELU(), nn.Linear(17, 3))
 for part in (model[0], model[2], model):
-    fully_shard(part, mesh=mesh)
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32) if "16-bit" in sys.argv else None
+    fully_shard(part, mesh=mesh, **({"mp_policy": policy} if policy else {}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 generator = torch.Generator().manual_seed(1 + dist.get_rank())
 for step in range(8):

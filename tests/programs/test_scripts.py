@@ -24,7 +24,17 @@ def verified(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any
     return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("script", ["ddp.py --batch {batch}", "ddp.py --batch 3 --fault scaled", "fsdp2.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ddp.py --batch {batch}",
+        "ddp.py --batch 3 --fault scaled",
+        "ddp.py --batch 8 --fault recomputed",
+        "ddp.py --batch 8 --fault zero",
+        "fsdp2.py",
+        "fsdp2.py 16-bit",
+    ],
+)
 def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, script)
     assert (code, document["verdict"], document["findings"]) == (0, "verified", []), output
@@ -54,6 +64,21 @@ def test_tensor_parallelism_is_verified(words: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, f"tensor.py {own}", "--devices", devices or "2")
     assert (code, document["findings"], document["coverage"]["unchecked"]) == (0, [], []), output
     assert document["coverage"]["gradients"] >= 32
+
+
+def test_a_forward_that_exchanges_values_is_not_replayed(tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, "ddp.py --batch 8 --fault exchanges")
+    coverage = document["coverage"]
+    assert (code, document["findings"], coverage["forwards"], coverage["exchanging"]) == (0, [], 0, 4), output
+    assert min(coverage["gradients"], coverage["updates"]) >= 4
+    assert any("exchange values between ranks" in words for words in coverage["unchecked"])
+
+
+def test_equal_noise_is_a_note(tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, "ddp.py --batch 8 --fault noisy", "--steps", "1")
+    (note,) = document["findings"]
+    assert (code, note["phase"], note["fails"]) == (0, "forward", False), output
+    assert "the same random numbers" in note["said"]
 
 
 @pytest.mark.parametrize("words", [(), ("--spawn", "--launcher", "python")])

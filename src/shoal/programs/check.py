@@ -60,6 +60,7 @@ class Coverage:
     updates: int = 0
     losses: int = 0
     samples: int = 0
+    exchanging: int = 0  # forwards that no single process can repeat
     unchecked: list[str] = field(default_factory=list)
 
     def leave_out(self, what: str) -> None:
@@ -92,8 +93,12 @@ class Evidence:
             touched = [group for group in self.groups if group & own]
             self.groups = [group for group in self.groups if group not in touched] + [own.union(*touched)]
         self._several = len(records[0]["modules"]) > 1
-        wide = any(call["autocast"] or call["dtypes"] for r in records for s in r["steps"] for call in s["calls"])
+        calls = [call for record in records for step in record["steps"] for call in step["calls"]]
+        wide = any(call["autocast"] or call["dtypes"] for call in calls)
         self.tolerance = WIDE_TOLERANCE if wide else TOLERANCE
+        self.coverage.exchanging = sum(call["exchanges"] for call in calls)
+        if self.coverage.exchanging:
+            self.coverage.leave_out("forwards that exchange values between ranks, such as SyncBatchNorm's")
         for record in records:
             for words in record["unseen"]:
                 self.coverage.leave_out(words)
@@ -299,6 +304,7 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                     said,
                     cause="a mean over each microbatch or rank, which count different numbers of tokens",
                     remedy="sum the losses, and divide by the number of tokens in the whole global batch",
+                    fails=not any(loss["weighted"] for step in steps for loss in step["losses"]),
                 )
                 continue
             total = sum(weight * count for weight, count in weights) / ranks
@@ -446,9 +452,11 @@ def _reduction(
     failed: list[tuple[str, float, list[float]]] = []
     scaled = True  # whether each failed part is a multiple of the mean
     unseen: list[str] = []
+    silent = 0
     for key in evidence.order:
         have = [summed_gradient(steps, rank, key) for rank in range(ranks)]
         if all(g is None for g in have):
+            silent += any(replayed.get(rank, {}).get(key) is not None for rank in range(ranks))
             continue
         places = [step["places"].get(key) for step in steps]
         own = [step["local"].get(key) for step in steps]
@@ -479,6 +487,15 @@ def _reduction(
     if unseen:
         many = f" and {len(unseen) - 1} other parameters" if len(unseen) > 1 else ""
         evidence.coverage.leave_out(f"the reduction of {unseen[0]}{many}: its local gradients were not seen")
+    if silent and not any(step["gradients"] or step["strange"] for step in steps):
+        yield Finding(
+            number,
+            "reduction",
+            evidence.records[0]["modules"][0]["class"],
+            f"the optimizer gets no gradient, though the backward makes {silent}",
+            cause="the synchronization of gradients is switched off in every backward of the update",
+            remedy="switch it on for the last microbatch of each update",
+        )
     if not failed:
         return
     key, worst, ratios = failed[0]
@@ -558,15 +575,16 @@ def _scale(step: dict[str, Any]) -> float:
 def _schedule(evidence: Evidence) -> Iterator[Finding]:
     for number, steps in evidence.steps():
         for place in range(min(len(step["groups"]) for step in steps)):
-            rates = [step["groups"][place]["values"].get("lr") for step in steps]
-            if any(rate != rates[0] for rate in rates):
+            values = [step["groups"][place]["values"] for step in steps]
+            name = next((n for n in ("lr", *values[0]) if any(own.get(n) != values[0].get(n) for own in values)), None)
+            if name is not None:
                 yield Finding(
                     number,
                     "schedule",
-                    f"learning rate of group {place}",
-                    f"ranks have {_listed(rates)}",
-                    cause="a scheduler follows a number that only one rank knows, such as its own loss",
-                    remedy="reduce the number over ranks before scheduler.step(number)",
+                    f"{'learning rate' if name == 'lr' else name} of group {place}",
+                    f"ranks have {_listed(own.get(name) for own in values)}",
+                    cause="a scheduler is stepped on some ranks only, or follows a number that only one rank knows",
+                    remedy="step it on all ranks, with numbers that are reduced over them",
                 )
                 return
 
@@ -638,29 +656,35 @@ def _store(values: dict[str, Tensor], steps: list[dict[str, Any]], name: str) ->
 def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
     """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
     findings: list[Finding] = []
-    compared = 0
+    compared, highest = 0, 0.0
     for number, steps in evidence.steps():
         if number >= len(record["steps"]):
             break
         single = record["steps"][number]
         rows = Counter(row for step in steps for call in step["calls"] for row in call["rows"])
-        if rows != Counter(row for call in single["calls"] for row in call["rows"]):
+        other_rows = Counter(row for call in single["calls"] for row in call["rows"])
+        agree = rows == other_rows
+        if not agree and (rows.total() != other_rows.total() or record["by_metric"]):
             continue
         compared += 1
         rates = [group["values"].get("lr") for group in steps[0]["groups"]]
         other = [group["values"].get("lr") for group in single["groups"]]
-        if len(rates) == len(other) and not all(_close(a, b) for a, b in zip(rates, other, strict=True)):
+        highest = max([highest, *(rate for rate in (*rates, *other) if isinstance(rate, float))])
+        # Where the samples differ, the numbers of steps may differ by rounding.
+        slack = 1e-12 if agree else 0.3 * highest
+        if len(rates) == len(other) and not all(_close(a, b, slack) for a, b in zip(rates, other, strict=True)):
             findings.append(
                 Finding(
                     number,
                     "schedule",
                     "learning rate",
-                    f"is {_listed(rates)}; one process with the same samples has {_listed(other)}",
+                    f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
+                    f"{_listed(other)}",
                     cause="the schedule's length or rate follows the number of processes",
                     remedy="count optimizer steps of the global batch",
                 )
             )
-        if number:
+        if number or not agree:
             continue
         ratios = []
         for key in evidence.order:
@@ -685,13 +709,15 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
                     )
                 )
     if not compared:
-        evidence.coverage.leave_out("the schedule's length: one process with the global batch reads other samples")
+        evidence.coverage.leave_out(
+            "the schedule's length: one process with the global batch reads other numbers of samples"
+        )
     return findings
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(one: Any, other: Any, slack: float) -> bool:
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) if numbers else one == other
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=slack) if numbers else one == other
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:

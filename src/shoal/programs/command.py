@@ -20,6 +20,7 @@ import torch
 from shoal.distributed.process_setup import versions
 from shoal.errors import CommandError, ExitCode, folded, say_labelled
 from shoal.launch.supervise.child import Child
+from shoal.programs.apart import differences
 from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order, read_records
 from shoal.report.quantities import several
 from shoal.runs.certificate import SCHEMA
@@ -206,7 +207,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         evidence = Evidence(records, replay)
         if script.launcher == "accelerate":
             evidence.coverage.leave_out("the configuration file of accelerate launch, which is not read")
-        findings = findings_of(evidence)
+        findings = in_order([*findings_of(evidence), *differences(evidence)])
         if "{batch}" in script.command and len(records) > 1 and not any(one.fails for one in findings):
             say_labelled("rerun", f"one process with batches of {script.batch * devices}")
             findings = in_order([*findings, *_rerun(script, out / ".rerun", devices, evidence)])
@@ -314,7 +315,8 @@ def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
     """Return "diverged", "verified", or "nothing seen" if too little was compared to say so."""
     if any(one.fails for one in findings):
         return "diverged"
-    return "verified" if coverage.forwards and coverage.gradients and coverage.updates else "nothing seen"
+    forwards = coverage.forwards or coverage.exchanging
+    return "verified" if forwards and coverage.gradients and coverage.updates else "nothing seen"
 
 
 def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidence, seconds: float) -> list[str]:

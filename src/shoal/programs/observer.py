@@ -230,8 +230,9 @@ class ScriptRecorder:
         self._spent: set[str] = set()  # parameters whose newest gradient an optimizer has got
         self._hooked: dict[str, Any] = {}
         self.num_backwards = 0
-        self._in_backward = 0
+        self._in_backward = self.in_update = 0
         self._first_backward = -1  # the step in which the newest first backward was
+        self.in_scaler = self.by_metric = False  # by_metric: a scheduler follows a number
         self.seconds = 0.0
         self._done = False
         self._process = os.getpid()
@@ -260,8 +261,8 @@ class ScriptRecorder:
     # --------------------------------------------------------------------------------------------------- forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Note the begin of a module's forward, before any of its own hooks."""
-        if self._done:
+        """Note the begin of a module's forward, before any of its own hooks. A backward may compute it again."""
+        if self._done or self._in_backward:
             return
         if is_passed_by(module):
             self.unread.update(UNREAD & {type(module).__name__})
@@ -306,12 +307,14 @@ class ScriptRecorder:
             "dtypes": dtypes,
             "passes": {},
             "gradient_places": {},
+            "exchanges": any(isinstance(m, nn.SyncBatchNorm) and m.training for m in module.modules()),
+            "digest": hashlib.blake2b("".join(map(str, weights.values())).encode(), digest_size=16).hexdigest(),
         }
         self.seconds += time.perf_counter() - began
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self._done or is_passed_by(module):
+        if self._done or self._in_backward or is_passed_by(module):
             return
         depth = self.thread.now = getattr(self.thread, "now", 1) - 1
         call = getattr(self.thread, "call", None)
@@ -325,6 +328,7 @@ class ScriptRecorder:
         except TypeError as error:
             self.note(f"{type(module).__name__} is called with {error}, which is not recorded: it is not replayed")
             call["args"] = None
+        call["draws"] = not torch.equal(call["random"]["torch"], torch.get_rng_state())
         inputs = [t for t in tensors_of((args, kwargs)) if t.ndim]
         columns = [row_digests(t) for t in inputs if len(t) == len(inputs[0])]
         call["rows"] = ["".join(row) for row in zip(*columns, strict=False)]
@@ -396,6 +400,7 @@ class ScriptRecorder:
         self.rank, self.world = parts.own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
         step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
+        step["raw"] = bool(step["scales"]) and not step["unscaled"] and not self.in_scaler
         step["strange"] = 0  # parameters of the optimizer that no observed module has
         for group in optimizer.param_groups:
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
@@ -478,6 +483,7 @@ class ScriptRecorder:
             "loaders": self.loaders,
             "unseen": self.unseen,
             "unread": sorted(self.unread),
+            "by_metric": self.by_metric,
             "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
             "seconds": self.seconds,
         }
@@ -579,6 +585,9 @@ def observe_steps(recorder: ScriptRecorder) -> None:
     around(torch.autograd, "backward", recorder.backward)
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        recorder.in_update += 1
+        if recorder.in_update > 1:  # the step of an optimizer within another's
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
         if not callable(closure):
             recorder.before_update(optimizer)
@@ -592,7 +601,9 @@ def observe_steps(recorder: ScriptRecorder) -> None:
         return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.after_update(optimizer)
+        recorder.in_update -= 1
+        if not recorder.in_update:
+            recorder.after_update(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
@@ -615,6 +626,7 @@ def observe_calls(recorder: ScriptRecorder) -> None:
         limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         keys = [part.key for p in parameters for part in recorder.known.of(p)]
         about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
+        about["raw"] = bool(recorder.step["scales"]) and not recorder.step["unscaled"]
         if kind == "norm" and parts.is_sharded(result) and any(not one.is_replicate() for one in result.placements):
             recorder.note("the norm by which gradients are clipped: each rank has a part of it")
         elif kind == "norm":
@@ -632,8 +644,9 @@ def observe_calls(recorder: ScriptRecorder) -> None:
 
     @functools.wraps(step)
     def scaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = len(recorder.steps)
+        before, recorder.in_scaler = len(recorder.steps), True
         result = step(self, *args, **kwargs)
+        recorder.in_scaler = False
         if len(recorder.steps) == before and self.is_enabled():
             recorder.skip()
         return result
@@ -641,6 +654,19 @@ def observe_calls(recorder: ScriptRecorder) -> None:
     scaler.step = scaled_step  # type: ignore[method-assign]
     method(scaler, "scale", lambda self, *args: recorder.step["scales"].append(float(self.get_scale())))
     method(scaler, "unscale_", lambda self, *args: recorder.step.__setitem__("unscaled", True))
+
+    def metric_followed(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.by_metric = True
+
+    def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
+        call = getattr(recorder.thread, "call", None)
+        if call is not None:
+            call["exchanges"] = True
+        return run(*args, **kwargs)
+
+    method(torch.optim.lr_scheduler.ReduceLROnPlateau, "__init__", metric_followed)
+    for name in ("all_reduce", "all_gather", "all_to_all", "all_to_all_single"):
+        around(torch.distributed, name, exchanged)
 
     def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder._done or getattr(recorder.thread, "loss", False):  # called by another observed one
@@ -671,15 +697,18 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     """Note how many elements a loss counts, and later the gradient of its result."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
         return
-    count = whole = target.numel()
+    count, ignored = target.numel(), 0
     if LOSSES[name] is not None and not target.is_floating_point():
-        count = int((target != options.get("ignore_index", -100)).sum())
+        counted = target[target != options.get("ignore_index", -100)]
+        own, ignored = options.get("weight"), count - counted.numel()
+        count = counted.numel() if own is None else float(local(own)[counted].sum())
     elif LOSSES[name] is not None and target.ndim > 1:
-        count = whole = target.numel() // target.shape[1]
+        count = target.numel() // target.shape[1]
     about = {
         "function": name,
         "count": count,
-        "ignored": whole - count,
+        "ignored": ignored,
+        "weighted": options.get("weight") is not None,
         "reduction": options.get("reduction", "mean"),
         "gradient": None,
     }

@@ -75,7 +75,7 @@ class ScriptReplay:
                     cast_around(own, *first["modules"][number]["casts"].get(parts.plain_name(name), (None, None)))
                 keys |= {f"{number}:{parts.plain_name(n)}": p for n, p in one.named_parameters()}
                 buffers |= {f"{number}:{parts.plain_name(n)}": b for n, b in one.named_buffers()}
-        by_id = {id(p): key for key, p in keys.items()}
+        by_id = {id(p): key for key, p in reversed(keys.items())}  # the first name, where modules share parameters
         optimizers = self._optimizers(first, by_id)
         results: list[dict[str, Any]] = []
         for number in range(min(len(record["steps"]) for record in records)):
@@ -156,6 +156,8 @@ class ScriptReplay:
                     buffers[key].copy_(value)
         for call in step["calls"]:
             module = modules[call["module"]]
+            if call["exchanges"]:
+                continue
             if module is None or call["args"] is None:
                 left_out.append(f"call {call['number']}")
                 lacking.add(call["module"])
@@ -354,9 +356,10 @@ def cast_around(module: nn.Module, inside: str | None, outside: str | None) -> N
 
 
 def leave_whole() -> None:
-    """Let what shards modules return them as they are: one process has them whole."""
+    """Let what shards modules return them as they are: one process has them whole, and needs no `checkpoint`."""
     import torch.distributed.fsdp as fsdp
     import torch.distributed.tensor as tensor
+    import torch.utils.checkpoint as checkpoint
     from torch.distributed import device_mesh
     from torch.distributed.tensor import parallel
 
@@ -376,7 +379,11 @@ def leave_whole() -> None:
     def same(*args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs.get("module", kwargs.get("tensor"))
 
-    fsdp.fully_shard = fully_shard
+    def plain(function: Any, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        own = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
+
+    fsdp.fully_shard, checkpoint.checkpoint = fully_shard, plain
 
     def wrap(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)

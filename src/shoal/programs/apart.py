@@ -1,0 +1,111 @@
+"""What the ranks of a script do unlike each other, and habits that one process has too, from their records."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shoal.programs.check import Evidence, Finding
+from shoal.report.quantities import several
+
+# Cause and remedy of each finding.
+_SEEDS = (
+    "each rank takes its part of another order: some samples are read twice, others never",
+    "give the sampler one seed and one epoch on all ranks",
+)
+_PASS = ("each rank reads the whole data in an order of its own", "use a DistributedSampler, or prepare the loader")
+_MODE = ("train(), eval() or autocast is called on some ranks only", "call it on all ranks")
+_CHANGED = (
+    "weights are loaded, averaged or clamped on some ranks only, or from values of their own",
+    "do it on all ranks, from the same values",
+)
+_NOISE = ("all ranks have the same random state", "add the rank to the seed after the model is made")
+_BUFFERS = ("nothing broadcasts the running statistics of each rank's own samples", "leave broadcast_buffers=True")
+_CLIPPED = ("the limit is as many times too small", "call scaler.unscale_(optimizer) before clipping")
+_APPLIED = ("optimizer.step() is called in place of scaler.step(optimizer)", "call scaler.step, which unscales them")
+
+
+def differences(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what ranks do apart: orders of samples, modes, weights, buffers, random numbers, scaled gradients."""
+    yield from _orders(evidence)
+    reported: set[str] = set()
+    for number, steps in evidence.steps():
+        for finding in itertools.chain(_calls(evidence, number, steps), _habits(evidence, number, steps)):
+            if f"{finding.phase} {finding.name}" not in reported:
+                reported.add(f"{finding.phase} {finding.name}")
+                yield finding
+
+
+def _orders(evidence: Evidence) -> Iterator[Finding]:
+    """Compare the seeds of samplers, and find samples that two ranks read in a pass where none reads one twice."""
+    records = evidence.records
+    seeds = [[(s["seed"], s["epoch"]) for s in record["samplers"] if s["shuffle"]][:1] for record in records]
+    if any(own != seeds[0] for own in seeds):
+        said = f"ranks shuffle with seed and epoch {' and '.join(str(*own) for own in seeds)}"
+        yield Finding(0, "data", "order of samples", said, None, *_SEEDS)
+    if any(step["places"] for record in records for step in record["steps"]):
+        return  # ranks that divide a model share samples
+    starts = [loader["step"] for loader in records[0]["loaders"] if loader["step"]]
+    last = min([evidence.num_steps, *(step - 1 for step in starts)])  # the last batches of a pass are padded
+    read = [[row for step in r["steps"][:last] for call in step["calls"] for row in call["rows"]] for r in records]
+    if all(len(own) == len(set(own)) for own in read):
+        pairs = [(len({*one} & {*other}), min(len(one), len(other))) for one, other in itertools.combinations(read, 2)]
+        same, size = max(pairs, default=(0, 0))
+        if same >= 4 and 10 * same >= size:
+            said = f"two ranks share {same} of {size} samples in {several(last, 'step')}, and neither reads one twice"
+            yield Finding(last - 1, "data", "samples of a pass", said, None, *_PASS, fails=False)
+
+
+def _calls(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Compare in which mode, with which weights and random states ranks call their modules in one step."""
+    classes = [module["class"] for module in evidence.records[0]["modules"]]
+    before = [record["steps"][number - 1] for record in evidence.records] if number else []
+    for calls in zip(*(step["calls"] for step in steps), strict=False):
+        name = classes[calls[0]["module"]]
+        if len({call["module"] for call in calls}) > 1:
+            continue
+        modes = [
+            f"{'train' if c['training'] else 'eval'} mode"
+            + (f" but {c['unlike'][0]}" if c["unlike"] else "")
+            + (f" and autocast {c['autocast']}" if c["autocast"] else "")
+            for c in calls
+        ]
+        odd = next((rank for rank, mode in enumerate(modes) if mode != modes[0]), None)
+        if odd is not None:
+            said = f"is called in {modes[odd]}, on rank 0 in {modes[0]}"
+            yield Finding(number, "forward", name, said, odd, *_MODE)
+        same = before and all(step["after_digests"] == before[0]["after_digests"] for step in before)
+        if same and not any(step["places"] for step in steps) and len({call["digest"] for call in calls}) > 1:
+            said = "ranks have other weights at the next forward, and had the same after this update"
+            yield Finding(number - 1, "replicas", name, said, None, *_CHANGED)
+    first = [step["calls"][0] for step in steps if step["calls"] and step["calls"][0]["draws"]]
+    states = [call["random"]["torch"] for call in first]
+    if (
+        number == 0
+        and len(first) == len(evidence.groups) > 1
+        and all(torch.equal(state, states[0]) for state in states)
+    ):
+        said = "all ranks draw the same random numbers in it: equal dropout masks or noise for other samples"
+        yield Finding(number, "forward", classes[first[0]["module"]], said, None, *_NOISE, fails=False)
+
+
+def _habits(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Find buffers that differ, and gradients that a scaler's factor is still in."""
+    for key, buffer in steps[0]["buffers"].items():
+        others = [step["buffers"].get(key, buffer) for step in steps]
+        if any(other.shape == buffer.shape and not torch.equal(other, buffer) for other in others):
+            said = "ranks have different values of this buffer"
+            yield Finding(number, "replicas", evidence.named(key), said, None, *_BUFFERS, fails=False)
+            break
+    scale = steps[0]["scales"][-1] if steps[0]["scales"] else 1.0
+    if scale != 1.0 and any(clip["raw"] for clip in steps[0]["clips"]):
+        said = f"gradients are clipped while they are {scale:.4g} times those of the loss"
+        yield Finding(number, "clipping", "scaled gradients", said, None, *_CLIPPED, fails=False)
+    if scale != 1.0 and steps[0]["raw"]:
+        optimizer = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
+        yield Finding(
+            number, "update", optimizer, f"its gradients are {scale:.4g} times those of the loss", None, *_APPLIED
+        )
