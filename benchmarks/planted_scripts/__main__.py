@@ -118,9 +118,10 @@ def judged(expected: dict[str, str], row: dict[str, Any], right: dict[str, Any])
 
     What the right run of the script says too does not count.
     """
-    said = [f for f in (right.get("first"), *right.get("notes", ())) if f]
+    keys = ("phase", "name", "fails")
+    said = [[f[key] for key in keys] for f in (right.get("first"), *right.get("notes", ())) if f]
     own = [f for f in (row.get("first"), *row.get("notes", ())) if f]
-    own = [f for f in own if not any((f["phase"], f["name"]) == (g["phase"], g["name"]) for g in said)]
+    own = [f for f in own if [f[key] for key in keys] not in said]
     phases, modules = expected["phases"].split("|"), expected["modules"].split("|")
     finding = next((f for f in own if f["fails"] or f["phase"] in phases), None)
     if finding is None:
@@ -161,7 +162,7 @@ def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
             faults.append(_cells(one["script"], one["fault"], *cells, _seen(seen)))
         caught = [mark for mark in marks if mark["finding"]]
         notes = sum(mark["caught"] == "note" for mark in caught)
-        placed, errors = sum(mark["placed"] for mark in caught), sum("error" in row for row in right)
+        placed, errors = sum(mark["placed"] for mark in caught), sum(row["code"] == 2 for row in right)
         lines += [
             "",
             f"## {label}",
@@ -179,7 +180,7 @@ def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
         for script in dict.fromkeys(row["script"] for row in right):
             own = [row for row in right if row["script"] == script]
             said = sorted({f"{note['phase']}, {note['name']}" for row in own for note in row.get("notes", [])})
-            numbers = [len(own), sum(row["code"] == 1 for row in own), sum("error" in row for row in own)]
+            numbers = [len(own), sum(row["code"] == 1 for row in own), sum(row["code"] == 2 for row in own)]
             lines.append(_cells(script, *numbers, "; ".join(said), _seen(own[0].get("coverage", {}))))
     lines += ["", "*seen*: forwards replayed, gradients compared, updates repeated, losses weighed."]
     return "\n".join(lines) + "\n"

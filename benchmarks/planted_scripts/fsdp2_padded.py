@@ -45,8 +45,6 @@ policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output
 parts = list(model.blocks) if args.fault == "root_not_sharded" else [*model.blocks, model]
 for part in parts:
     fully_shard(part, mesh=mesh, **({"mp_policy": policy} if part is not model else {}))
-    if args.fault == "sum_reduce":
-        part.set_gradient_divide_factor(1.0)
 if args.fault == "sync_off":
     model.set_requires_gradient_sync(False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
@@ -65,12 +63,15 @@ for epoch in range(3):
             dist.all_reduce(count)
             count = count / world
         (loss / count).backward()
+        if args.fault == "sum_reduce":
+            for p in model.parameters():
+                p.grad.mul_(world)
         if args.fault == "clip_local":
             norm = torch.stack([p.grad.to_local().norm() for p in model.blocks.parameters()]).norm()
             for p in model.blocks.parameters():
-                p.grad.mul_(min(1.0, 0.5 / norm.item()))
+                p.grad.mul_(min(1.0, 0.1 / norm.item()))
         else:
-            nn.utils.clip_grad_norm_(model.blocks.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(model.blocks.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
 dist.destroy_process_group()
