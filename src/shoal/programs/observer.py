@@ -701,7 +701,7 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     if LOSSES[name] is not None and not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         own, ignored = options.get("weight"), count - counted.numel()
-        count = counted.numel() if own is None else float(local(own)[counted].sum())
+        count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
     elif LOSSES[name] is not None and target.ndim > 1:
         count = target.numel() // target.shape[1]
     about = {
