@@ -37,6 +37,7 @@ GROUPS = {
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
         Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),
         Row("shipped", "2026-11-29", TWO_CORES, ("shipped.md", "shipped.json")),
+        Row("planted_scripts", "2026-11-29", TWO_CORES, ("planted_scripts.md", "planted_scripts.json")),
         Row("verification", "2026-11-21", TWO_CORES, ("verify_results.md",)),
         Row("loss_curves", "2026-11-21", TWO_CORES, ("loss_curves.md", "loss_curves.svg", "loss_curves.json")),
         Row("gradient_norm", "2026-11-22", "2 cores with AVX-512"),
