@@ -448,6 +448,7 @@ class ScriptRecorder:
 
     def skip(self) -> None:
         """Drop what led to an update that a loss scaler has left out."""
+        self._spent.update(self._local)
         same = ("weights", "buffers", "places")
         self.step = {**new_step(), **{name: self.step[name] for name in same}}
 
