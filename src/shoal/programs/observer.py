@@ -661,7 +661,8 @@ def observe_calls(recorder: ScriptRecorder) -> None:
 
     def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(recorder.thread, "call", None)
-        if call is not None:
+        sharding = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
+        if call is not None and not sharding:
             call["exchanges"] = True
         return run(*args, **kwargs)
 
