@@ -1,4 +1,4 @@
-"""What the ranks of a script do unlike each other, and habits that one process has too, from their records."""
+"""Differences between the ranks of a script, and habits that one process has too, from their records."""
 
 from __future__ import annotations
 

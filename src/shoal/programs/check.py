@@ -93,10 +93,10 @@ class Evidence:
             touched = [group for group in self.groups if group & own]
             self.groups = [group for group in self.groups if group not in touched] + [own.union(*touched)]
         self._several = len(records[0]["modules"]) > 1
-        calls = [call for record in records for step in record["steps"] for call in step["calls"]]
-        wide = any(call["autocast"] or call["dtypes"] for call in calls)
+        forwards = [call for record in records for step in record["steps"] for call in step["calls"]]
+        wide = any(call["autocast"] or call["dtypes"] for call in forwards)
         self.tolerance = WIDE_TOLERANCE if wide else TOLERANCE
-        self.coverage.exchanging = sum(call["exchanges"] for call in calls)
+        self.coverage.exchanging = sum(call["exchanges"] for call in forwards)
         if self.coverage.exchanging:
             self.coverage.leave_out("forwards that exchange values between ranks, such as SyncBatchNorm's")
         for record in records:

@@ -706,7 +706,7 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
         count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
     elif LOSSES[name] is not None and target.ndim > 1:
         count = target.numel() // target.shape[1]
-    about = {
+    about: dict[str, Any] = {
         "function": name,
         "count": count,
         "ignored": ignored,
