@@ -699,13 +699,14 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     """Note how many elements a loss counts, and later the gradient of its result."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
         return
-    count, ignored = target.numel(), 0
+    whole, ignored = target.numel(), 0
+    count: float = whole
     if LOSSES[name] is not None and not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
-        own, ignored = options.get("weight"), count - counted.numel()
+        own, ignored = options.get("weight"), whole - counted.numel()
         count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
     elif LOSSES[name] is not None and target.ndim > 1:
-        count = target.numel() // target.shape[1]
+        count = whole // target.shape[1]
     about: dict[str, Any] = {
         "function": name,
         "count": count,
