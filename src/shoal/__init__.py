@@ -44,6 +44,7 @@ _HOMES = {
     "Run": "shoal.cli.finished_run",
     "evaluate": "shoal.cli.from_python",
     "export": "shoal.cli.from_python",
+    "observe": "shoal.programs.observer",
     "plan": "shoal.cli.from_python",
     "predict": "shoal.cli.from_python",
     "run": "shoal.cli.from_python",
@@ -82,6 +83,7 @@ __all__ = [
     "from_training_arguments",
     "load",
     "mse",
+    "observe",
     "plan",
     "predict",
     "run",
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
     from shoal.numerics.losses import accuracy, cross_entropy, mse
     from shoal.planner.answer.display import Answer
     from shoal.plans import Layout, Plan
+    from shoal.programs.observer import observe
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__
     from shoal.training.callbacks.base import Callback

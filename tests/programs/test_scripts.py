@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+import shoal
+from shoal.programs import pytest_plugin
+
 HERE = Path(__file__).parent
+shoal_script = pytest_plugin.shoal_script  # also where the package is installed without it
 pytestmark = pytest.mark.ranks
 
 
@@ -183,6 +187,40 @@ def test_a_script_without_an_update_is_not_planned(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "plan", "--script", f"{HERE}/ddp.py --batch 8 --fault raises"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, "there is no data" in ended.stderr) == (2, True), ended.stderr
+
+
+def test_the_fixture_fails_with_the_first_divergence(shoal_script: Any) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"step 1, schedule: learning rate of group 0"):
+        shoal_script(f"{HERE}/ddp.py --batch 8 --fault rate", devices=2, steps=1)
+    assert shoal_script(f"{HERE}/ddp.py --batch 8", devices=2, steps=1)["verdict"] == "verified"
+    with pytest.raises(pytest.fail.Exception, match="there is no file train"):
+        shoal_script("train.py")
+
+
+def test_a_process_that_is_not_reached_observes_itself(tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text(
+        "import os, socket, subprocess, sys\n"
+        "sock = socket.create_server(('127.0.0.1', 0))\n"
+        "env = os.environ | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(sock.getsockname()[1])}\n"
+        f"env |= {{'PYTHONPATH': {str(Path(shoal.__file__).parents[1])!r}, 'WORLD_SIZE': sys.argv[1]}}\n"
+        "sock.close()\n"
+        "ranks = [subprocess.Popen([sys.executable, 'train.py'], env=env | {'RANK': str(rank)})"
+        " for rank in range(int(sys.argv[1]))]\n"
+        "sys.exit(max(rank.wait() for rank in ranks))\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import shoal\nshoal.observe()\nimport runpy, sys\nsys.argv[1:] = ['--batch', '8']\n"
+        f"runpy.run_path('{HERE}/ddp.py', run_name='__main__')\n"
+    )
+    words = [sys.executable, "-m", "shoal", "verify", "--script", "launch.py {devices}", "--launcher", "python"]
+    ended = subprocess.run([*words, "--devices", "2", "--steps", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, "no divergence" in ended.stdout) == (0, True), ended.stdout + ended.stderr
+
+
+def test_without_a_verification_nothing_is_observed() -> None:
+    code = "import shoal, sys; assert 'torch' not in sys.modules; assert not shoal.observe()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, "no shoal verify --script is under way" in ended.stderr) == (0, True), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +19,88 @@ from torch import Tensor
 from shoal.programs.replay import distance, part, summed_gradient
 
 PHASES = (
-    "processes",
-    "data",
-    "initial weights",
-    "forward",
-    "loss",
-    "backward",
-    "reduction",
-    "clipping",
-    "schedule",
-    "update",
-    "replicas",
+    *("processes", "data", "initial weights", "forward", "loss", "backward"),
+    *("reduction", "clipping", "schedule", "update", "replicas"),
 )
 # Relative to the norm. Other orders of sums move a gradient by less than the first, 16-bit products by less than the
 # second.
 TOLERANCE, WIDE_TOLERANCE = 2e-3, 3e-2
+# Cause and remedy of each finding.
+_STEPS = (
+    "ranks have unequal numbers of batches, or a rank leaves out an update",
+    "use drop_last=True or a DistributedSampler, which pads",
+)
+_SAMPLES = (
+    "each rank reads the whole data in the same order: the loader has no DistributedSampler, or was not prepared by "
+    "the framework",
+    "DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
+)
+_EPOCH = ("set_epoch is not called", "call sampler.set_epoch(epoch) before each pass")
+_ORDER = (
+    "the sampler's seed does not change from pass to pass",
+    "call set_epoch, or give the sampler a generator that goes on",
+)
+_BEGIN = (
+    "each process makes its own random values, and nothing broadcasts rank 0's",
+    "wrap the model (DDP broadcasts), or set one seed before the model is made",
+)
+_MEANS = (
+    "a mean over each microbatch or rank, which count different numbers of tokens",
+    "sum the losses, and divide by the number of tokens in the whole global batch",
+)
+_WEIGHTS = (
+    "the loss is multiplied or divided by something else than the number of its elements: microbatches, ranks, or "
+    "another count of tokens",
+    "leave it if that is wanted (several losses, a weighted loss, a sum)",
+)
+_PARTS = (
+    "the loader or the seed follows the rank, not its place among the data ranks",
+    "give all ranks of a tensor-parallel group the same samples: follow the data mesh's get_local_rank()",
+)
+_STATE = (
+    "the forward depends on more than inputs, weights and random state: the number of ranks, state of its own, or "
+    "another part of the model"
+)
+_EARLY = (
+    "the optimizer was made before the model was wrapped, sharded, moved or loaded",
+    "make the optimizer afterwards",
+)
+_NORMS = (
+    "each rank clips by the norm of its own part, or of what is not reduced yet",
+    "clip by the wrapper's own clip_grad_norm_, after the last backward of the update",
+)
+_ERASED = (
+    "zero_grad between the microbatches of one update, such as by a validation",
+    "leave it if that is wanted (a model that another one trains through)",
+)
+_PENALTY = (
+    "a part of the loss that does not go through the model's forward, such as a penalty on weights; or a backward that "
+    "changes gradients"
+)
+_SILENT = (
+    "the synchronization of gradients is switched off in every backward of the update",
+    "switch it on for the last microbatch of each update",
+)
+_ALONE = (
+    "the model is not wrapped, or the wrapped model inside is called, so that nothing is reduced",
+    "call the wrapper (DDP), not its .module",
+)
+_OWN_NORM = (
+    "each rank clips by the norm of its own part",
+    "clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
+)
+_UNREDUCED = "gradients are changed between the backward and the optimizer, or some are not reduced"
+_RATES = (
+    "a scheduler is stepped on some ranks only, or follows a number that only one rank knows",
+    "step it on all ranks, with numbers that are reduced over them",
+)
+_OUTSIDE = "they are changed outside of the optimizer: clamped, averaged, loaded"
+_STATES = "weights are changed outside of the optimizer, or its state differs"
+_LENGTH = ("the schedule's length or rate follows the number of processes", "count optimizer steps of the global batch")
+_FACTOR = (
+    "the loss is multiplied by a number that follows the number of processes",
+    "divide by the samples of the whole batch alone",
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +135,6 @@ class Coverage:
             self.unchecked.append(what)
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records that the ranks of an observed script wrote, in the order of ranks."""
-    paths = sorted(folder.glob("rank-*.pt"))
-    records = [torch.load(path, weights_only=True) for path in paths]
-    return sorted(records, key=lambda record: int(record["rank"]))
-
-
 class Evidence:
     """Records of all ranks, and their replay, None if there is none; what was compared of them."""
 
@@ -104,10 +163,7 @@ class Evidence:
                 self.coverage.leave_out(words)
         for words in replay["failures"] if replay is not None else ():
             self.coverage.leave_out(words)
-        redirected = Counter[str]()
-        for record in records:
-            redirected.update(record["redirected"])
-        if redirected:
+        if redirected := sum((Counter(record["redirected"]) for record in records), Counter[str]()):
             calls = ", ".join(f"{name} {count}" for name, count in redirected.most_common())
             self.coverage.leave_out(
                 f"kernels, streams, memory: --cpu has redirected {redirected.total()} calls ({calls})"
@@ -126,17 +182,8 @@ class Evidence:
 
 def findings_of(evidence: Evidence) -> list[Finding]:
     """Return all findings, the first in time and cause first."""
-    findings = [
-        *_processes(evidence),
-        *_data(evidence),
-        *_initial(evidence),
-        *_losses(evidence),
-        *_forwards(evidence),
-        *_gradients(evidence),
-        *_schedule(evidence),
-        *_updates(evidence),
-    ]
-    return in_order(findings)
+    checks = (_processes, _data, _initial, _losses, _forwards, _gradients, _schedule, _updates)
+    return in_order(finding for check in checks for finding in check(evidence))
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
@@ -149,15 +196,7 @@ def _processes(evidence: Evidence) -> Iterator[Finding]:
     if len(set(counts)) > 1:
         few = counts.index(min(counts))
         said = f"ends after {counts[few]} optimizer steps, rank {counts.index(max(counts))} after {max(counts)}"
-        yield Finding(
-            min(counts),
-            "processes",
-            "number of steps",
-            said,
-            few,
-            cause="ranks have unequal numbers of batches, or a rank leaves out an update",
-            remedy="use drop_last=True or a DistributedSampler, which pads",
-        )
+        yield Finding(min(counts), "processes", "number of steps", said, few, *_STEPS)
     kinds = {tuple(module["class"] for module in record["modules"]) for record in evidence.records}
     if len(kinds) > 1:
         yield Finding(0, "processes", "modules", f"ranks call different modules: {sorted(kinds)}")
@@ -185,16 +224,8 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         if 2 * same < size:
             continue
         said = f"train on the same {size} samples" if same == size else f"share {same} samples of {size}"
-        yield Finding(
-            number,
-            "data",
-            "samples",
-            f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}",
-            cause="each rank reads the whole data in the same order: the loader has no DistributedSampler, "
-            "or was not prepared by the framework",
-            remedy="DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
-            fails=same == size,
-        )
+        said = f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}"
+        yield Finding(number, "data", "samples", said, None, *_SAMPLES, fails=same == size)
         break
     yield from _epochs(evidence, rows)
 
@@ -214,14 +245,8 @@ def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding
     shuffled = [pair for own in passes.values() for pair in itertools.pairwise(own) if pair[0]["shuffle"]]
     for earlier, later in shuffled:
         if later["epoch"] == earlier["epoch"] and repeats(earlier["step"], later["step"]):
-            yield Finding(
-                later["step"],
-                "data",
-                "order of samples",
-                f"a second pass has the order of the first: the sampler's epoch is {later['epoch']} again",
-                cause="set_epoch is not called",
-                remedy="call sampler.set_epoch(epoch) before each pass",
-            )
+            said = f"a second pass has the order of the first: the sampler's epoch is {later['epoch']} again"
+            yield Finding(later["step"], "data", "order of samples", said, None, *_EPOCH)
             return
     loaders = [one for one in record["loaders"] if one["step"] < last]
     starts = sorted({one["step"] for one in loaders})
@@ -229,14 +254,8 @@ def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding
         return
     for first, second in itertools.pairwise(starts):
         if repeats(first, second):
-            yield Finding(
-                second,
-                "data",
-                "order of samples",
-                "a second pass over the data has the order of the first",
-                cause="the sampler's seed does not change from pass to pass",
-                remedy="call set_epoch, or give the sampler a generator that goes on",
-            )
+            said = "a second pass over the data has the order of the first"
+            yield Finding(second, "data", "order of samples", said, None, *_ORDER)
             return
     if len(starts) < 2:
         evidence.coverage.leave_out("the order of a second pass over the data: --steps ends before it begins")
@@ -248,15 +267,8 @@ def _initial(evidence: Evidence) -> Iterator[Finding]:
         return
     unlike = _unlike(first, [step["calls"][0]["weights"] for step in first])
     if unlike:
-        yield Finding(
-            0,
-            "initial weights",
-            evidence.named(unlike[0][0]),
-            f"ranks begin with different weights; {len(unlike)} parameters",
-            unlike[0][1],
-            cause="each process makes its own random values, and nothing broadcasts rank 0's",
-            remedy="wrap the model (DDP broadcasts), or set one seed before the model is made",
-        )
+        (key, rank), said = unlike[0], f"ranks begin with different weights; {len(unlike)} parameters"
+        yield Finding(0, "initial weights", evidence.named(key), said, rank, *_BEGIN)
 
 
 def _unlike(steps: list[dict[str, Any]], digests: list[dict[str, str]]) -> list[tuple[str, int]]:
@@ -297,28 +309,13 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                     f"elements weigh up to {most / least:.2f} times as much as others in one update: its "
                     f"{len(weights)} microbatches of {_listed(counted)} elements are averaged each by itself"
                 )
-                yield Finding(
-                    number,
-                    "loss",
-                    function,
-                    said,
-                    cause="a mean over each microbatch or rank, which count different numbers of tokens",
-                    remedy="sum the losses, and divide by the number of tokens in the whole global batch",
-                    fails=not any(loss["weighted"] for step in steps for loss in step["losses"]),
-                )
+                fails = not any(loss["weighted"] for step in steps for loss in step["losses"])
+                yield Finding(number, "loss", function, said, None, *_MEANS, fails=fails)
                 continue
             total = sum(weight * count for weight, count in weights) / ranks
             if not math.isclose(total, 1.0, rel_tol=5 * evidence.tolerance):
-                yield Finding(
-                    number,
-                    "loss",
-                    function,
-                    f"the weights of all elements sum to {total:.4g}, not 1",
-                    cause="the loss is multiplied or divided by something else than the number of its elements: "
-                    "microbatches, ranks, or another count of tokens",
-                    remedy="leave it if that is wanted (several losses, a weighted loss, a sum)",
-                    fails=False,
-                )
+                said = f"the weights of all elements sum to {total:.4g}, not 1"
+                yield Finding(number, "loss", function, said, None, *_WEIGHTS, fails=False)
 
 
 def _forwards(evidence: Evidence) -> Iterator[Finding]:
@@ -344,30 +341,16 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
                     if error > evidence.tolerance and apart:
                         alike = all(distance(p["outputs"][place]["values"], mine["values"]) == 0.0 for p in peers)
                         if alike:
-                            yield Finding(
-                                number,
-                                "data",
-                                "samples",
-                                f"ranks {_listed(sorted(r for g in evidence.groups if rank in g for r in g))} compute "
-                                "parts of one forward, and have different samples",
-                                rank,
-                                cause="the loader or the seed follows the rank, not its place among the data ranks",
-                                remedy="give all ranks of a tensor-parallel group the same samples: follow the data "
-                                "mesh's get_local_rank()",
-                            )
+                            group = sorted(r for g in evidence.groups if rank in g for r in g)
+                            said = f"ranks {_listed(group)} compute parts of one forward, and have different samples"
+                            yield Finding(number, "data", "samples", said, rank, *_PARTS)
                         evidence.coverage.leave_out("forwards of which ranks have other parts of the input")
                         break
                     if error > evidence.tolerance:
-                        yield Finding(
-                            number,
-                            "forward",
-                            evidence.records[0]["modules"][call["module"]]["class"],
-                            f"its output is {error:.2g} of its size from what one process computes of the same "
-                            "inputs and weights",
-                            rank,
-                            cause="the forward depends on more than inputs, weights and random state: the number "
-                            "of ranks, state of its own, or another part of the model",
-                        )
+                        name = evidence.records[0]["modules"][call["module"]]["class"]
+                        said = f"its output is {error:.2g} of its size from what one process computes of the same "
+                        said += "inputs and weights"
+                        yield Finding(number, "forward", name, said, rank, _STATE)
                         break
 
 
@@ -377,41 +360,21 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
         if number == 0 and any(step["strange"] for step in steps):
             used = sum(len(group["names"]) for group in steps[0]["groups"])
             strange = steps[0]["strange"]
-            yield Finding(
-                number,
-                "update",
-                evidence.records[0]["optimizers"][steps[0]["optimizer"]],
-                f"{strange} of its {strange + used} tensors are in no module that the script calls",
-                cause="the optimizer was made before the model was wrapped, sharded, moved or loaded",
-                remedy="make the optimizer afterwards",
-                fails=used == 0 or strange > used,
-            )
+            name = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
+            said = f"{strange} of its {strange + used} tensors are in no module that the script calls"
+            yield Finding(number, "update", name, said, None, *_EARLY, fails=used == 0 or strange > used)
         for clips in zip(*(step["clips"] for step in steps), strict=False):
             norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
             if norms and max(norms) > clips[0]["limit"] and max(norms) > (1 + 10 * evidence.tolerance) * min(norms):
-                yield Finding(
-                    number,
-                    "clipping",
-                    "norm of all gradients",
-                    f"ranks clip by {_listed(norms)}",
-                    cause="each rank clips by the norm of its own part, or of what is not reduced yet",
-                    remedy="clip by the wrapper's own clip_grad_norm_, after the last backward of the update",
-                )
+                said = f"ranks clip by {_listed(norms)}"
+                yield Finding(number, "clipping", "norm of all gradients", said, None, *_NORMS)
                 break
         for rank, step in enumerate(steps):
             erased = [key for key in step["erased"] if key in step["gradients"]]
             if erased:
                 many = f"; {len(set(erased))} parameters" if len(set(erased)) > 1 else ""
-                yield Finding(
-                    number,
-                    "backward",
-                    evidence.named(erased[0]),
-                    f"a gradient is set to zero before an optimizer has got it{many}",
-                    rank,
-                    cause="zero_grad between the microbatches of one update, such as by a validation",
-                    remedy="leave it if that is wanted (a model that another one trains through)",
-                    fails=False,
-                )
+                said = f"a gradient is set to zero before an optimizer has got it{many}"
+                yield Finding(number, "backward", evidence.named(erased[0]), said, rank, *_ERASED, fails=False)
                 break
         yield from _backward(evidence, number, steps, replayed)
         yield from _reduction(evidence, number, steps, replayed)
@@ -431,16 +394,8 @@ def _backward(
             error = distance(mine, other)
             if error > evidence.tolerance and not is_reported:
                 is_reported = True
-                yield Finding(
-                    number,
-                    "backward",
-                    evidence.named(key),
-                    f"this rank's own gradient is {error:.2g} of its size from the gradient of its outputs",
-                    rank,
-                    cause="a part of the loss that does not go through the model's forward, such as a penalty on "
-                    "weights; or a backward that changes gradients",
-                    fails=False,
-                )
+                said = f"this rank's own gradient is {error:.2g} of its size from the gradient of its outputs"
+                yield Finding(number, "backward", evidence.named(key), said, rank, _PENALTY, fails=False)
 
 
 def _reduction(
@@ -488,31 +443,21 @@ def _reduction(
         many = f" and {len(unseen) - 1} other parameters" if len(unseen) > 1 else ""
         evidence.coverage.leave_out(f"the reduction of {unseen[0]}{many}: its local gradients were not seen")
     if silent and not any(step["gradients"] or step["strange"] for step in steps):
-        yield Finding(
-            number,
-            "reduction",
-            evidence.records[0]["modules"][0]["class"],
-            f"the optimizer gets no gradient, though the backward makes {silent}",
-            cause="the synchronization of gradients is switched off in every backward of the update",
-            remedy="switch it on for the last microbatch of each update",
-        )
+        said = f"the optimizer gets no gradient, though the backward makes {silent}"
+        yield Finding(number, "reduction", evidence.records[0]["modules"][0]["class"], said, None, *_SILENT)
     if not failed:
         return
     key, worst, ratios = failed[0]
     own = [step["local"].get(key) for step in steps]
     have = [step["gradients"].get(key) for step in steps]
-    fields: dict[str, Any] = {"step": number, "phase": "reduction", "name": evidence.named(key)}
+    name = evidence.named(key)
     many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
     if all(g is not None for g in (*own, *have)) and all(
         distance(h.double(), _clipped(o.double() / scale, step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
-        yield Finding(
-            **fields,
-            said=f"each rank's optimizer gets the rank's own gradient{many}",
-            cause="the model is not wrapped, or the wrapped model inside is called, so that nothing is reduced",
-            remedy="call the wrapper (DDP), not its .module",
-        )
+        said = f"each rank's optimizer gets the rank's own gradient{many}"
+        yield Finding(number, "reduction", name, said, None, *_ALONE)
         return
     steady = [ratio for _, _, own_ratios in failed for ratio in own_ratios if math.isfinite(ratio) and ratio > 0.0]
     by_rank = [[r[place] for _, _, r in failed if len(r) > place] for place in range(ranks)]
@@ -523,30 +468,20 @@ def _reduction(
     typical = [sum(r) / len(r) if r else math.nan for r in by_rank]
     if all(constant) and steady and max(typical) / min(typical) > 1.0 + evidence.tolerance:
         shown = " and ".join(f"{t:.4g}" for t in typical)
-        yield Finding(
-            **{**fields, "phase": "clipping"},
-            said=f"ranks' parts are the mean gradient times {shown}: one factor for each rank{many}",
-            cause="each rank clips by the norm of its own part",
-            remedy="clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
-        )
+        said = f"ranks' parts are the mean gradient times {shown}: one factor for each rank{many}"
+        yield Finding(number, "clipping", name, said, None, *_OWN_NORM)
         return
     if all(constant) and steady:
         times = sum(typical) / len(typical)
         loss = _total_weight(evidence, steps)
         if loss is not None and math.isclose(loss * times, 1.0, rel_tol=5 * evidence.tolerance):
             return  # the loss is divided by the whole batch, and gradients are summed
-        yield Finding(
-            **fields,
-            said=f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}",
-            cause="gradients are summed instead of averaged, or averaged twice" if times != 0 else "",
-            remedy=f"divide by {ranks} once, or let the wrapper do it",
-        )
+        said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}"
+        cause = "gradients are summed instead of averaged, or averaged twice" if times != 0 else ""
+        yield Finding(number, "reduction", name, said, None, cause, f"divide by {ranks} once, or let the wrapper do it")
         return
-    yield Finding(
-        **fields,
-        said=f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}",
-        cause="gradients are changed between the backward and the optimizer, or some are not reduced",
-    )
+    said = f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}"
+    yield Finding(number, "reduction", name, said, None, _UNREDUCED)
 
 
 def _of_group(evidence: Evidence, group: set[int], steps: list[dict[str, Any]], own: list[Any]) -> Tensor:
@@ -578,14 +513,9 @@ def _schedule(evidence: Evidence) -> Iterator[Finding]:
             values = [step["groups"][place]["values"] for step in steps]
             name = next((n for n in ("lr", *values[0]) if any(own.get(n) != values[0].get(n) for own in values)), None)
             if name is not None:
-                yield Finding(
-                    number,
-                    "schedule",
-                    f"{'learning rate' if name == 'lr' else name} of group {place}",
-                    f"ranks have {_listed(own.get(name) for own in values)}",
-                    cause="a scheduler is stepped on some ranks only, or follows a number that only one rank knows",
-                    remedy="step it on all ranks, with numbers that are reduced over them",
-                )
+                had = [own.get(name) for own in values]
+                name = f"{'learning rate' if name == 'lr' else name} of group {place}"
+                yield Finding(number, "schedule", name, f"ranks have {_listed(had)}", None, *_RATES)
                 return
 
 
@@ -599,15 +529,8 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
             key for key in steps[0]["weights"] if number and key in evidence.records[0]["steps"][number - 1]["after"]
         ]
         if changed:
-            yield Finding(
-                number,
-                "update",
-                evidence.named(changed[0]),
-                f"weights are not those after the last update; {len(changed)} parameters",
-                0,
-                cause="they are changed outside of the optimizer: clamped, averaged, loaded",
-                fails=False,
-            )
+            said = f"weights are not those after the last update; {len(changed)} parameters"
+            yield Finding(number, "update", evidence.named(changed[0]), said, 0, _OUTSIDE, fails=False)
         updated = evidence.replayed[number]["updated"] if evidence.replayed is not None else None
         if updated is None:
             evidence.coverage.leave_out(
@@ -627,15 +550,9 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
                 error = distance(moved, expected)
                 tiny = (moved - expected).norm() <= 1e-6 * after.double().norm()
                 if error > evidence.tolerance and not tiny:
-                    yield Finding(
-                        number,
-                        "update",
-                        evidence.named(key),
-                        f"the change of its weights is {error:.2g} of its size from what the optimizer makes of "
-                        "the same gradient",
-                        rank,
-                        cause="weights are changed outside of the optimizer, or its state differs",
-                    )
+                    said = f"the change of its weights is {error:.2g} of its size from what the optimizer makes of "
+                    said += "the same gradient"
+                    yield Finding(number, "update", evidence.named(key), said, rank, _STATES)
                     return
         _store(values, steps, "after")
 
@@ -673,17 +590,8 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         # Where the samples differ, the numbers of steps may differ by rounding.
         slack = 1e-12 if agree else 0.3 * highest
         if len(rates) == len(other) and not all(_close(a, b, slack) for a, b in zip(rates, other, strict=True)):
-            findings.append(
-                Finding(
-                    number,
-                    "schedule",
-                    "learning rate",
-                    f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
-                    f"{_listed(other)}",
-                    cause="the schedule's length or rate follows the number of processes",
-                    remedy="count optimizer steps of the global batch",
-                )
-            )
+            said = f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
+            findings.append(Finding(number, "schedule", "learning rate", said + _listed(other), None, *_LENGTH))
         if number or not agree:
             continue
         ratios = []
@@ -698,16 +606,8 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         if factors and max(e for _, e in ratios) > 5 * evidence.tolerance and min(factors) > 0.0:
             mean = sum(factors) / len(factors)
             if max(factors) / min(factors) < 1.0 + 10 * evidence.tolerance and abs(mean - 1.0) > 0.02:
-                findings.append(
-                    Finding(
-                        number,
-                        "loss",
-                        "gradient",
-                        f"is {mean:.4g} times that of one process with the same samples",
-                        cause="the loss is multiplied by a number that follows the number of processes",
-                        remedy="divide by the samples of the whole batch alone",
-                    )
-                )
+                said = f"is {mean:.4g} times that of one process with the same samples"
+                findings.append(Finding(number, "loss", "gradient", said, None, *_FACTOR))
     if not compared:
         evidence.coverage.leave_out(
             "the schedule's length: one process with the global batch reads other numbers of samples"

@@ -21,7 +21,8 @@ from shoal.distributed.process_setup import versions
 from shoal.errors import CommandError, ExitCode, folded, say_labelled
 from shoal.launch.supervise.child import Child
 from shoal.programs.apart import differences
-from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order, read_records
+from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order
+from shoal.programs.replay import read_records
 from shoal.report.quantities import several
 from shoal.runs.certificate import SCHEMA
 from shoal.runs.directory import write_file
@@ -174,7 +175,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
             say_labelled("note", "one process is compared with itself: say --devices N for a parallel run")
         record = Processes(script, folder, devices, script.batch, {"mode": "record", "steps": steps})
         failed = record.finish()
-        records = read_records(folder)
+        records = read_records(str(folder))
         if failed is not None and len(records) < devices:
             raise CommandError(
                 given=f"--script {script.command!r} on {several(devices, 'process')}",
@@ -302,7 +303,7 @@ def _rerun(script: Script, folder: Path, devices: int, evidence: Evidence) -> Se
     options = {"mode": "record", "steps": evidence.num_steps}
     process = Processes(script, folder, 1, script.batch * devices, options)
     process.finish()
-    records = read_records(folder)
+    records = read_records(str(folder))
     if not records:
         evidence.coverage.leave_out(
             "the schedule's length: the script does not run on one process with the global batch"
@@ -356,21 +357,10 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidenc
 
 def _rank_variables(rank: int, devices: int, port: int, script: Script) -> dict[str, str]:
     """Return the environment that a launcher gives a rank."""
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": devices,
-        "LOCAL_WORLD_SIZE": devices,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": devices,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": "shoal",
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-    }
+    own: dict[str, Any] = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
+    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), devices)
+    own |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own |= {"TORCHELASTIC_RUN_ID": "shoal", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
     if not (torch.cuda.is_available() or script.cpu):
         own["ACCELERATE_USE_CPU"] = "true"
     if script.launcher == "deepspeed" and not script.cpu:

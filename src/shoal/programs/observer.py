@@ -44,26 +44,16 @@ else:  # within a script, whose environment may be without shoal
 
 # Modules that only call another one; the outermost module is looked for inside of them.
 WRAPPERS = {
-    "DistributedDataParallel",
-    "DataParallel",
-    "FullyShardedDataParallel",
-    "OptimizedModule",
-    "_FabricModule",
-    "DeepSpeedEngine",
-    "LightningModule",
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
+    *("_FabricModule", "DeepSpeedEngine", "LightningModule"),
 }
 # Wrappers whose parameters and gradients cannot be read.
 UNREAD = {"DeepSpeedEngine"}
-LOSSES = {
-    "cross_entropy": "ignore_index",
-    "nll_loss": "ignore_index",
-    "mse_loss": None,
-    "l1_loss": None,
-    "smooth_l1_loss": None,
-    "huber_loss": None,
-    "binary_cross_entropy": None,
-    "binary_cross_entropy_with_logits": None,
-}
+OF_CLASSES = ("cross_entropy", "nll_loss")  # losses that ignore targets of one index
+LOSSES = (
+    *(*OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
 # Bytes of an output's values that are kept; larger outputs are compared by samples of their elements.
 _MOST_OUTPUT = 1 << 20
 _WAIT_SECONDS = 60.0
@@ -328,7 +318,6 @@ class ScriptRecorder:
         except TypeError as error:
             self.note(f"{type(module).__name__} is called with {error}, which is not recorded: it is not replayed")
             call["args"] = None
-        call["draws"] = not torch.equal(call["random"]["torch"], torch.get_rng_state())
         inputs = [t for t in tensors_of((args, kwargs)) if t.ndim]
         columns = [row_digests(t) for t in inputs if len(t) == len(inputs[0])]
         call["rows"] = ["".join(row) for row in zip(*columns, strict=False)]
@@ -344,9 +333,8 @@ class ScriptRecorder:
     def _output_gradient(self, call: dict[str, Any], place: int, gradient: torch.Tensor) -> None:
         began = time.perf_counter()
         of_pass = call["passes"].setdefault(self.num_backwards, {})
-        of_pass[place] = (
-            parts.host_copy(gradient) if place not in of_pass else of_pass[place] + parts.host_copy(gradient)
-        )
+        values = parts.host_copy(gradient)
+        of_pass[place] = of_pass[place] + values if place in of_pass else values
         call["gradient_places"][place] = parts.place_of(gradient)
         self.seconds += time.perf_counter() - began
 
@@ -525,6 +513,23 @@ def is_trained(module: nn.Module, args: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- patches
 
 
+def observe() -> bool:
+    """Observe this process for `shoal verify --script`: the first line of a script that its hooks do not reach.
+
+    Such is a notebook, or a worker of a launcher that sets PYTHONPATH anew. Return False, with a note, if no
+    verification is under way, which the variable SHOAL_OBSERVER says.
+    """
+    if "_shoal_observer" in sys.modules:  # the hooks have reached it
+        return True
+    if "SHOAL_OBSERVER" not in os.environ:
+        from shoal.errors import say_note
+
+        say_note("shoal.observe: no shoal verify --script is under way")
+        return False
+    beside("observer").start()
+    return True
+
+
 def start() -> None:
     """Install the observer in this process, as the variable SHOAL_OBSERVER says."""
     options = json.loads(os.environ["SHOAL_OBSERVER"])
@@ -701,11 +706,11 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
         return
     whole, ignored = target.numel(), 0
     count: float = whole
-    if LOSSES[name] is not None and not target.is_floating_point():
+    if name in OF_CLASSES and not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         own, ignored = options.get("weight"), whole - counted.numel()
         count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
-    elif LOSSES[name] is not None and target.ndim > 1:
+    elif name in OF_CLASSES and target.ndim > 1:
         count = whole // target.shape[1]
     about: dict[str, Any] = {
         "function": name,

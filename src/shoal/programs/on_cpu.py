@@ -31,7 +31,7 @@ KERNELS = {
     *("bitsandbytes", "deep_gemm", "deep_ep", "mamba_ssm", "causal_conv1d", "liger_kernel", "tilelang", "cutlass"),
 }
 # Bytes of memory that each device is said to have; nothing of them is ever in use.
-_MEMORY = 1 << 36
+_MEMORY, _NAME = 1 << 36, "CPU process of shoal verify --cpu"
 _HAS_NONE = "and --cpu has none: leave it out by the script's arguments"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -100,48 +100,32 @@ def install(devices: int) -> None:
 # ------------------------------------------------------------------------------------------------------- patching
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function by `make(function)`."""
+def replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
+    """Let each call of a function or method be `new(function, ...)`, from which `caller(3)` is who calls."""
     original = getattr(owner, name, None)
-    if original is not None:
-        new = make(original)
-        with contextlib.suppress(TypeError, AttributeError):
-            functools.update_wrapper(new, original)
-        setattr(owner, name, new)
+    if original is None:
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return new(original, *args, **kwargs)
+
+    with contextlib.suppress(TypeError, AttributeError):
+        functools.update_wrapper(call, original)
+    setattr(owner, name, call)
 
 
-def answer(owner: Any, name: str, value: Any, *, to_torch: bool = False) -> None:
-    """Let a function return `value` to callers outside of torch. Torch itself gets the truth, or `value` as well."""
-    label = f"{owner.__name__}.{name}"
+def answer(owner: Any, names: str, value: Any, *, to_torch: bool = False) -> None:
+    """Let functions return `value` to callers outside of torch. Torch itself gets the truth, or `value` as well."""
+    for name in names.split():
 
-    def make(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if caller() != "torch":
+        def call(run: Any, *args: Any, label: str = f"{owner.__name__}.{name}", **kwargs: Any) -> Any:
+            if caller(3) != "torch":
                 redirected[label] += 1
             elif not to_torch:
-                return original(*args, **kwargs)
+                return run(*args, **kwargs)
             return value(*args, **kwargs) if callable(value) else value
 
-        return call
-
-    replace(owner, name, make)
-
-
-def without(owner: Any, name: str, label: str, change: Callable[..., dict[str, Any]]) -> None:
-    """Change the keyword arguments of a function or method: `change(kwargs)` returns those that differ."""
-
-    def make(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            changes = change(kwargs)
-            if changes:
-                if caller() != "torch":
-                    redirected[label] += 1
-                kwargs = kwargs | changes
-            return original(*args, **kwargs)
-
-        return call
-
-    replace(owner, name, make)
+        replace(owner, name, call)
 
 
 def refuse(owner: Any, name: str, why: str) -> None:
@@ -219,8 +203,7 @@ def _patch_devices(devices: int) -> None:
         _chosen[:] = [index]
 
     answer(torch.cuda, "set_device", set_device)
-    for name in ("set_device_index", "set_device_idx"):
-        answer(torch.accelerator, name, set_device)
+    answer(torch.accelerator, "set_device_index set_device_idx", set_device)
 
 
 def _patch_accelerator(devices: int) -> None:
@@ -230,10 +213,8 @@ def _patch_accelerator(devices: int) -> None:
         answer(owner, "is_available", True)
         answer(owner, "device_count", lambda: devices)
     answer(own, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    for name in ("current_device_index", "current_device_idx"):
-        answer(own, name, own_index)
-    for name in ("synchronize", "empty_cache", "empty_host_cache", "set_stream"):
-        answer(own, name, None, to_torch=True)
+    answer(own, "current_device_index current_device_idx", own_index)
+    answer(own, "synchronize empty_cache empty_host_cache set_stream", None, to_torch=True)
     answer(own, "current_stream", HostStream, to_torch=True)
     answer(own, "device_index", lambda index: contextlib.nullcontext())
     answer(own, "get_memory_info", (_MEMORY, _MEMORY))
@@ -243,22 +224,40 @@ def _patch_accelerator(devices: int) -> None:
             answer(own, name, None if name.startswith("reset_") else 0)
 
 
-class HostStream:
-    """Stream that does nothing: work on the CPU is done when its call returns."""
+class HostWork:
+    """Stream, event or context of them that does nothing: work on the CPU is done when its call returns."""
 
-    stream_id = cuda_stream = device_index = 0
+    label = "torch.cuda.stream"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        redirected["torch.cuda.Stream"] += 1
+        redirected[self.label] += 1
+
+    def query(self) -> bool:
+        """Return True: everything is done."""
+        return True
+
+    def synchronize(self, *args: Any) -> None:
+        """Do nothing."""
+
+    wait = wait_event = wait_stream = synchronize
+
+    def __enter__(self) -> HostWork:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class HostStream(HostWork):
+    """Stream that does nothing."""
+
+    label = "torch.cuda.Stream"
+    stream_id = cuda_stream = device_index = 0
 
     @property
     def device(self) -> torch.device:
         """The device that the script believes in."""
         return torch.device("cuda", own_index())
-
-    def query(self) -> bool:
-        """Return True: everything is done."""
-        return True
 
     def record_event(self, event: Any = None) -> Any:
         """Return an event of this moment."""
@@ -266,54 +265,20 @@ class HostStream:
         event.record(self)
         return event
 
-    def synchronize(self, *args: Any) -> None:
-        """Do nothing."""
 
-    wait_event = wait_stream = synchronize
-
-    def __enter__(self) -> HostStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class HostEvent:
+class HostEvent(HostWork):
     """Event that only has its time."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        redirected["torch.cuda.Event"] += 1
-        self._at = 0.0
+    label = "torch.cuda.Event"
+    _at = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Note the time."""
         self._at = time.perf_counter()
 
-    def query(self) -> bool:
-        """Return True: everything is done."""
-        return True
-
     def elapsed_time(self, end: HostEvent) -> float:
         """Return the milliseconds from this event to another one."""
         return (end._at - self._at) * 1e3
-
-    def synchronize(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    wait = synchronize
-
-
-class StreamContext:
-    """Context of a stream or a device, which does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        redirected["torch.cuda.stream"] += 1
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 class CUDAGraph:
@@ -326,56 +291,43 @@ class CUDAGraph:
 def _patch_cuda() -> None:
     cuda = torch.cuda
     answer(cuda, "current_device", own_index)
-    answer(cuda, "is_initialized", True)
-    answer(cuda, "is_bf16_supported", True)
-    answer(cuda, "can_device_access_peer", True)
-    answer(cuda, "get_device_name", "CPU process of shoal verify --cpu")
+    answer(cuda, "is_initialized is_bf16_supported can_device_access_peer", True)
+    answer(cuda, "get_device_name", _NAME)
     answer(cuda, "get_device_capability", (8, 0))
-    properties = types.SimpleNamespace(name="CPU process of shoal verify --cpu", major=8, minor=0)
-    properties.total_memory, properties.multi_processor_count = _MEMORY, 108
+    properties = types.SimpleNamespace(name=_NAME, major=8, minor=0, total_memory=_MEMORY, multi_processor_count=108)
     answer(cuda, "get_device_properties", lambda device=None: properties)
     answer(cuda, "mem_get_info", (_MEMORY, _MEMORY))
-    for name in ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats"):
-        answer(cuda, name, lambda device=None: Counter())
+    answer(cuda, "memory_stats memory_stats_as_nested_dict host_memory_stats", lambda device=None: Counter())
     answer(cuda, "memory_summary", "")
     answer(cuda, "memory_snapshot", lambda *args, **kwargs: [])
-    for name in ("memory_allocated", "memory_reserved", "memory_cached", "memory_usage", "utilization", "temperature"):
-        answer(cuda, name, 0)
-    for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached", "device_memory_used"):
-        answer(cuda, name, 0)
-    for name in ("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "set_per_process_memory_fraction"):
-        answer(cuda, name, None, to_torch=True)
-    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"):
-        answer(cuda, name, None, to_torch=True)  # the generator of the CPU belongs to the loaders, too
-    for name in vars(cuda)["__all__"]:
-        if name.startswith("reset_"):
-            answer(cuda, name, None)
+    answer(cuda, "memory_allocated memory_reserved memory_cached memory_usage utilization temperature", 0)
+    answer(cuda, "max_memory_allocated max_memory_reserved max_memory_cached device_memory_used", 0)
+    answer(cuda, "init synchronize empty_cache ipc_collect set_stream", None, to_torch=True)
+    answer(cuda, "set_per_process_memory_fraction", None, to_torch=True)
+    seeds = "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
+    answer(cuda, seeds, None, to_torch=True)  # the generator of the CPU belongs to the loaders, too
+    answer(cuda, " ".join(name for name in vars(cuda)["__all__"] if name.startswith("reset_")), None)
     answer(cuda, "initial_seed", torch.initial_seed)
     answer(cuda, "get_rng_state", lambda device=None: torch.get_rng_state(), to_torch=True)
     answer(cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])
-    for name in ("current_stream", "default_stream"):
-        answer(cuda, name, HostStream, to_torch=True)
+    answer(cuda, "current_stream default_stream", HostStream, to_torch=True)
     answer(cuda, "cudart", lambda: types.SimpleNamespace(cudaProfilerStart=int, cudaProfilerStop=int))
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        answer(cuda.nvtx, name, None, to_torch=True)
-    replace(cuda.nvtx, "range", lambda original: lambda *args, **kwargs: contextlib.nullcontext())
-    for name in ("start", "stop"):
-        answer(cuda.profiler, name, None, to_torch=True)
+    answer(cuda.nvtx, "range_push range_pop mark range_start range_end", None, to_torch=True)
+    replace(cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
+    answer(cuda.profiler, "start stop", None, to_torch=True)
     answer(cuda.nccl, "version", (2, 27, 0))
-    setattr(cuda, "Stream", HostStream)  # noqa: B010  (classes in place of classes)
-    setattr(cuda, "ExternalStream", HostStream)  # noqa: B010
-    setattr(cuda, "Event", HostEvent)  # noqa: B010
-    setattr(torch, "Stream", HostStream)  # noqa: B010
-    setattr(torch, "Event", HostEvent)  # noqa: B010
-    for name in ("StreamContext", "stream", "device", "device_of"):
-        setattr(cuda, name, StreamContext)
+    kinds: dict[str, Any] = {"Stream": HostStream, "Event": HostEvent}
+    for owner in (torch, cuda):
+        for name, kind in kinds.items():
+            setattr(owner, name, kind)
+    contexts = dict.fromkeys(("StreamContext", "stream", "device", "device_of"), HostWork)
+    tensors = {name: getattr(torch, name) for name in vars(cuda)["__all__"] if name.endswith("Tensor")}
+    for name, kind in {"ExternalStream": HostStream, **contexts, **tensors}.items():
+        setattr(cuda, name, kind)
     for owner in (cuda, cuda.graphs):
         setattr(owner, "CUDAGraph", CUDAGraph)  # noqa: B010
         refuse(owner, "graph", "CUDA graphs need a GPU")
         refuse(owner, "make_graphed_callables", "CUDA graphs need a GPU")
-    for name in vars(cuda)["__all__"]:
-        if name.endswith("Tensor"):
-            setattr(cuda, name, getattr(torch, name))
 
 
 # --------------------------------------------------------------------------------------------------------- tensors
@@ -385,29 +337,24 @@ def _patch_factories() -> None:
     own = _device._device_constructors()
     functions = {n: f for n, f in vars(torch).items() if isinstance(f, (types.FunctionType, types.BuiltinFunctionType))}
     names = [name for name, function in functions.items() if function in own or name.endswith("_like")]
+
+    def create(label: str, run: Any, *args: Any, **kwargs: Any) -> Any:
+        on_gpu = names_gpu(kwargs.get("device"))
+        if on_gpu:
+            kwargs["device"] = "cpu"
+            if caller(3) != "torch":
+                redirected[label] += 1
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        result = run(*args, **kwargs)
+        if on_gpu:
+            put_on_device([result])
+        return result
+
+    new = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
     owners: list[tuple[Any, str]] = [(torch, name) for name in (*names, "normal")]
-    owners += [(torch.Tensor, name) for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")]
-    owners += [(torch.Tensor, "new_empty_strided")]
-    for owner, name in owners:
-
-        def make(original: Any, label: str = f"{owner.__name__}.{name}") -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                on_gpu = names_gpu(kwargs.get("device"))
-                if on_gpu:
-                    kwargs["device"] = "cpu"
-                    if caller() != "torch":
-                        redirected[label] += 1
-                if kwargs.get("pin_memory"):
-                    kwargs["pin_memory"] = False
-                result = original(*args, **kwargs)
-                if on_gpu:
-                    put_on_device([result])
-                return result
-
-            return call
-
-        if callable(getattr(owner, name)):
-            replace(owner, name, make)
+    for owner, name in [*owners, *((torch.Tensor, name) for name in new)]:
+        replace(owner, name, functools.partial(create, f"{owner.__name__}.{name}"))
 
 
 def _patch_moves() -> None:
@@ -481,23 +428,20 @@ def _patch_beliefs() -> None:
     setattr(torch.Tensor, "device", property(device))  # noqa: B010
     setattr(torch.Tensor, "is_cuda", property(lambda self: caller() == "script" and is_on_device(self)))  # noqa: B010
 
-    def whole(original: Any, all_on_gpu: bool) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            place = kwargs.get("device", args[0] if args else None)
-            on_gpu = all_on_gpu or names_gpu(place) or (isinstance(place, torch.Tensor) and place in _on_device)
-            if on_gpu and caller() != "torch":
-                redirected[f"nn.Module.{original.__name__}"] += 1
-            if on_gpu and isinstance(place, int):  # torch refuses an index where there is no accelerator
-                args, kwargs = ("cuda", *args[1:]), {n: v for n, v in kwargs.items() if n != "device"}
-            result = original(self, *args, **kwargs)
-            if on_gpu:
-                put_on_device([*self.parameters(), *self.buffers()])
-            return result
+    def whole(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs.get("device", args[0] if args else None)
+        on_gpu = run.__name__ == "cuda" or names_gpu(place) or (isinstance(place, torch.Tensor) and place in _on_device)
+        if on_gpu and caller(3) != "torch":
+            redirected[f"nn.Module.{run.__name__}"] += 1
+        if on_gpu and isinstance(place, int):  # torch refuses an index where there is no accelerator
+            args, kwargs = ("cuda", *args[1:]), {n: v for n, v in kwargs.items() if n != "device"}
+        result = run(self, *args, **kwargs)
+        if on_gpu:
+            put_on_device([*self.parameters(), *self.buffers()])
+        return result
 
-        return call
-
-    replace(nn.Module, "to", functools.partial(whole, all_on_gpu=False))
-    replace(nn.Module, "cuda", functools.partial(whole, all_on_gpu=True))
+    replace(nn.Module, "to", whole)
+    replace(nn.Module, "cuda", whole)
 
 
 def _is_of_shoal() -> bool:
@@ -508,53 +452,37 @@ def _is_of_shoal() -> bool:
 
 
 def _patch_precision() -> None:
-    def init_autocast(original: Any) -> Any:
-        def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            if names_gpu(device_type):
-                redirected["torch.autocast"] += 1
-                device_type, dtype = "cpu", dtype or torch.float16
-            original(self, device_type, dtype, *args, **kwargs)
+    def init_autocast(init: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if names_gpu(device_type):
+            redirected["torch.autocast"] += 1
+            device_type, dtype = "cpu", dtype or torch.float16
+        init(self, device_type, dtype, *args, **kwargs)
 
-        return init
+    def init_scaler(init: Any, self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+        redirected["torch.amp.GradScaler"] += names_gpu(device)
+        init(self, "cpu" if names_gpu(device) else device, *args, **kwargs)
 
-    def init_scaler(original: Any) -> Any:
-        def init(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
-            redirected["torch.amp.GradScaler"] += names_gpu(device)
-            original(self, "cpu" if names_gpu(device) else device, *args, **kwargs)
+    def of_cpu(run: Any, kind: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
+        return run("cpu" if names_gpu(kind) else kind, *args, **kwargs)
 
-        return init
+    def custom(run: Any, function: Any = None, *, device_type: str = "cuda", **kwargs: Any) -> Any:
+        return run(function, device_type="cpu" if names_gpu(device_type) else device_type, **kwargs)
 
-    replace(torch.autocast, "__init__", init_autocast)
-    replace(torch.amp.GradScaler, "__init__", init_scaler)
-
-    def of_cpu(original: Any) -> Any:
-        def call(kind: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
-            return original("cpu" if names_gpu(kind) else kind, *args, **kwargs)
-
-        return call
-
-    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
-        replace(torch, name, of_cpu)
-    torch.get_autocast_gpu_dtype = functools.partial(torch.get_autocast_dtype, "cpu")
-    for name in ("custom_fwd", "custom_bwd"):
-        original = getattr(torch.amp, name)
-
-        def custom(function: Any = None, *, device_type: str = "cuda", of: Any = original, **kwargs: Any) -> Any:
-            return of(function, device_type="cpu" if names_gpu(device_type) else device_type, **kwargs)
-
-        for owner in (torch.amp, torch.cuda.amp):
-            setattr(owner, name, custom)
-
-    init = torch.optim.Optimizer.__init__
-
-    @functools.wraps(init)
-    def init_optimizer(self: Any, params: Any, defaults: dict[str, Any]) -> None:
+    def init_optimizer(init: Any, self: Any, params: Any, defaults: dict[str, Any]) -> None:
         if defaults.get("capturable"):
             redirected["capturable=True"] += 1
             defaults = {**defaults, "capturable": False}
         init(self, params, defaults)
 
-    torch.optim.Optimizer.__init__ = init_optimizer  # type: ignore[method-assign]
+    replace(torch.autocast, "__init__", init_autocast)
+    replace(torch.amp.GradScaler, "__init__", init_scaler)
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        replace(torch, name, of_cpu)
+    torch.get_autocast_gpu_dtype = functools.partial(torch.get_autocast_dtype, "cpu")
+    for name in ("custom_fwd", "custom_bwd"):
+        replace(torch.amp, name, custom)
+        setattr(torch.cuda.amp, name, getattr(torch.amp, name))
+    replace(torch.optim.Optimizer, "__init__", init_optimizer)
 
 
 def _patch_processes() -> None:
@@ -563,65 +491,49 @@ def _patch_processes() -> None:
     if not dist.is_available():
         return
     from torch.distributed import distributed_c10d as c10d
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import DeviceMesh
 
-    def on_gloo(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            place = 2 if original.__name__ == "new_group" else 0
-            backend = kwargs.get("backend", args[place] if len(args) > place else None)
-            if backend is not None and "nccl" in str(backend):
-                if caller() != "torch":
-                    redirected[f"{original.__name__}: nccl"] += 1
-                if "backend" in kwargs:
-                    kwargs["backend"] = "gloo"
-                else:
-                    args = (*args[:place], "gloo", *args[place + 1 :])
-            for name in ("device_id", "pg_options"):
-                kwargs.pop(name, None)
-            return original(*args, **kwargs)
+    def on_gloo(run: Any, *args: Any, **kwargs: Any) -> Any:
+        place = 2 if run.__name__ == "new_group" else 0
+        if "nccl" in str(kwargs.get("backend", args[place] if len(args) > place else None)):
+            if caller(3) != "torch":
+                redirected[f"{run.__name__}: nccl"] += 1
+            if "backend" in kwargs:
+                kwargs["backend"] = "gloo"
+            else:
+                args = (*args[:place], "gloo", *args[place + 1 :])
+        for name in ("device_id", "pg_options"):
+            kwargs.pop(name, None)
+        return run(*args, **kwargs)
 
-        return call
+    def barrier(run: Any, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return run(group=group, async_op=async_op)
 
-    for name in ("init_process_group", "new_group"):
-        replace(c10d, name, on_gloo)
-        setattr(dist, name, getattr(c10d, name))
+    def init_mesh(init: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        redirected["DeviceMesh"] += names_gpu(device_type)
+        init(self, "cpu" if names_gpu(device_type) else device_type, *args, **kwargs)
 
-    def barrier(original: Any) -> Any:
-        return lambda group=None, async_op=False, device_ids=None: original(group=group, async_op=async_op)
+    def init_ddp(
+        init: Any, self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        redirected["DistributedDataParallel: device_ids"] += device_ids is not None
+        init(self, module, None, None, *args, **kw)
 
+    def init_fsdp(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("device_id", None) is not None and caller(3) != "torch":
+            redirected["FullyShardedDataParallel: device_id"] += 1
+        init(self, *args, **kwargs)
+
+    replace(c10d, "init_process_group", on_gloo)
+    replace(c10d, "new_group", on_gloo)
     replace(c10d, "barrier", barrier)
-    dist.barrier = c10d.barrier
     answer(c10d, "is_nccl_available", True)
-    dist.is_nccl_available = c10d.is_nccl_available
-
-    def init_mesh(original: Any) -> Any:
-        def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            redirected["DeviceMesh"] += names_gpu(device_type)
-            original(self, "cpu" if names_gpu(device_type) else device_type, *args, **kwargs)
-
-        return init
-
+    for name in ("init_process_group", "new_group", "barrier", "is_nccl_available"):
+        setattr(dist, name, getattr(c10d, name))
     replace(DeviceMesh, "__init__", init_mesh)
-    ddp = torch.nn.parallel.DistributedDataParallel
-
-    def init_ddp(original: Any) -> Any:
-        def init(
-            self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
-        ) -> None:
-            redirected["DistributedDataParallel: device_ids"] += device_ids is not None
-            original(self, module, None, None, *args, **kw)
-
-        return init
-
-    replace(ddp, "__init__", init_ddp)
-    from torch.distributed import fsdp
-
-    without(
-        fsdp.FullyShardedDataParallel,
-        "__init__",
-        "FullyShardedDataParallel: device_id",
-        lambda kwargs: {"device_id": None} if kwargs.get("device_id") is not None else {},
-    )
+    replace(torch.nn.parallel.DistributedDataParallel, "__init__", init_ddp)
+    replace(fsdp.FullyShardedDataParallel, "__init__", init_fsdp)
 
 
 def _patch_others() -> None:
@@ -629,32 +541,25 @@ def _patch_others() -> None:
         redirected["torch.compile"] += 1
         return model if model is not None else (lambda function: function)
 
+    def load(run: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if map_location is None or names_gpu(map_location) or isinstance(map_location, dict):
+            map_location = "cpu"
+        return run(f, map_location, *args, **kwargs)
+
+    def init_loader(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("pin_memory"):
+            redirected["DataLoader: pin_memory"] += 1
+            kwargs |= {"pin_memory": False, "pin_memory_device": ""}
+        init(self, *args, **kwargs)
+
     torch.compile = compiled
     setattr(nn.Module, "compile", lambda self, *args, **kwargs: None)  # noqa: B010
-
-    def load(original: Any) -> Any:
-        def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if map_location is None or names_gpu(map_location) or isinstance(map_location, dict):
-                map_location = "cpu"
-            return original(f, map_location, *args, **kwargs)
-
-        return call
-
     replace(torch, "load", load)
-    without(
-        torch.utils.data.DataLoader,
-        "__init__",
-        "DataLoader: pin_memory",
-        lambda kwargs: {"pin_memory": False, "pin_memory_device": ""} if kwargs.get("pin_memory") else {},
-    )
+    replace(torch.utils.data.DataLoader, "__init__", init_loader)
     from torch.nn import attention as of_torch
     from torch.nn import functional
 
-    replace(of_torch, "sdpa_kernel", lambda original: lambda *args, **kwargs: contextlib.nullcontext())
-    attention = functional.scaled_dot_product_attention
-
-    @functools.wraps(attention)
-    def on_shards(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_shards(attention: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute attention of DTensors on each rank's shards: the CPU's kernel has no rule for them."""
         sharded = [getattr(one, "placements", None) for one in (query, key, value)]
         alone = sharded[0] and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in sharded[0])
@@ -663,7 +568,8 @@ def _patch_others() -> None:
         own = attention(query.to_local(), key.to_local(), value.to_local(), *args, **kwargs)
         return type(query).from_local(own, query.device_mesh, query.placements, run_check=False)
 
-    functional.scaled_dot_product_attention = on_shards
+    replace(of_torch, "sdpa_kernel", lambda *args, **kwargs: contextlib.nullcontext())
+    replace(functional, "scaled_dot_product_attention", on_shards)
 
 
 class KernelFinder(importlib.abc.MetaPathFinder):

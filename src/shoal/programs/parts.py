@@ -109,7 +109,8 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
                 flat = None if owner.grad is None else owner.grad.flatten()
                 return flat if owner is not whole or flat is None else flat[begin : begin + size]
 
-            place = flat_place(shape, own.intra_param_start_idx if own.in_shard else 0, size)
+            start = own.intra_param_start_idx if own.in_shard else 0
+            place = {"shape": tuple(shape), "offset": (start,), "size": (size,), "summed": []}
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
     for name, p in module.named_parameters():
         key = f"{number}:{plain_name(name)}"
@@ -128,11 +129,6 @@ def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:
             outside = policy.output_dtype
             casts[plain_name(name)] = (inside and str(inside), outside and str(outside))
     return casts
-
-
-def flat_place(shape: Any, offset: int, size: int) -> dict[str, Any]:
-    """Return the place of elements of a flattened tensor."""
-    return {"shape": tuple(shape), "offset": (offset,), "size": (size,), "summed": []}
 
 
 def own_rank() -> int:

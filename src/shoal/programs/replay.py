@@ -62,9 +62,7 @@ class ScriptReplay:
         os._exit(code)
 
     def _replayed(self, module: nn.Module) -> dict[str, Any]:
-        names = sorted(n for n in os.listdir(self._records) if n.startswith("rank-") and n.endswith(".pt"))
-        records = [torch.load(os.path.join(self._records, n), weights_only=True) for n in names]
-        records.sort(key=lambda record: record["rank"])
+        records = read_records(self._records)
         first = records[0]
         modules = self._modules(first["modules"], module)
         keys: dict[str, torch.Tensor] = {}
@@ -280,6 +278,13 @@ class ScriptReplay:
                 part(parts.local(keys[key].grad), place).copy_(gradient)
         optimizer.step()
         return {key: parts.host_copy(keys[key]) for key in names}
+
+
+def read_records(folder: str) -> list[dict[str, Any]]:
+    """Return the records that the ranks of an observed script wrote, in the order of ranks."""
+    names = [name for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".pt")]
+    records = [torch.load(os.path.join(folder, name), weights_only=True) for name in names]
+    return sorted(records, key=lambda record: int(record["rank"]))
 
 
 def part(whole: torch.Tensor, place: dict[str, Any] | None) -> torch.Tensor:
