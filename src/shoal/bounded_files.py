@@ -23,7 +23,7 @@ from shoal.errors import printable
 MOST_BYTES = 1 << 26  # of a document
 MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = 1 << 29, 200_000, 1 << 20  # a run of a million steps writes 20,000 lines
 _MOST_DEPTH = 64
-_MOST_NUMBER = 1 << 63
+_MOST_NUMBER = 1 << 128  # seeds of a job may have 128 bits
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)((?:\\\\)*)\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)
 
 
@@ -65,9 +65,9 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         return file.read(most_bytes)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises: RefusedFileError; OSError."""
-    return _object(json_value(read_bytes(path)))
+def read_object(path: Path, *, exactly: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file. `exactly`: as for `json_value`. Raises: RefusedFileError; OSError."""
+    return _object(json_value(read_bytes(path), exactly=exactly))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -82,16 +82,19 @@ def read_toml(path: Path) -> dict[str, Any]:
     return document
 
 
-def json_value(text: str | bytes) -> Any:
-    """Parse JSON within the bounds. NaN and infinity become None. Raises: RefusedFileError."""
+def json_value(text: str | bytes, *, exactly: bool = False) -> Any:
+    """Parse JSON within the bounds. Raises: RefusedFileError.
+
+    NaN and infinity become None, and control characters are replaced. `exactly`: both stay, as a job's settings do.
+    """
     try:
-        value = json.loads(text, parse_constant=lambda _: None)
+        value = json.loads(text, parse_constant=float if exactly else lambda _: None)
     except RecursionError:
         raise RefusedFileError("its tables are too deep") from None
     except ValueError as error:
         raise RefusedFileError(f"it is not JSON: {error}") from None
-    _check(value)
-    return cleaned(value)
+    _check(value, finite=not exactly)
+    return value if exactly else cleaned(value)
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -132,14 +135,14 @@ def cleaned(value: Any) -> Any:
     return {printable(name): cleaned(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-def _check(value: Any, depth: int = 0) -> None:
+def _check(value: Any, depth: int = 0, *, finite: bool = True) -> None:
     if isinstance(value, dict | list):
         if depth > _MOST_DEPTH:
             raise RefusedFileError("its tables are too deep")
         for one in value.values() if isinstance(value, dict) else value:
-            _check(one, depth + 1)
+            _check(one, depth + 1, finite=finite)
     elif isinstance(value, int):
         if not -_MOST_NUMBER <= value < _MOST_NUMBER:
             raise RefusedFileError("it has a number that no run has")
-    elif isinstance(value, float) and not math.isfinite(value):
+    elif finite and isinstance(value, float) and not math.isfinite(value):
         raise RefusedFileError("it has a number that is not finite")

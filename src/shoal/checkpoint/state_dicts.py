@@ -168,7 +168,8 @@ def state_dict_of(path: Path) -> StoredWeights:
         return SafetensorsWeights(str(path), [path]) if path.suffix == ".safetensors" else TorchWeights(path)
     index = path / INDEX_NAME
     if index.is_file():
-        file_of = (read_json(index) or {}).get("weight_map")
+        # In the cache of the Hugging Face Hub each file is a link.
+        file_of = (read_json(index.resolve()) or {}).get("weight_map")
         if not isinstance(file_of, dict) or any(Path(str(name)).name != name for name in file_of.values()):
             raise IntegrityError(given=str(index), conflict="it has no weight_map of files beside it", remedy="mend it")
         weights = SafetensorsWeights(str(path), [path / name for name in sorted(set(file_of.values()))])

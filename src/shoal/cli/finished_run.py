@@ -70,7 +70,7 @@ class Run:
     def job(self) -> Mapping[str, Any]:
         """Content of `job.json`: names and numbers that describe the trained job."""
         with self._files() as files:
-            return read_json(files.job) or {}
+            return read_json(files.job, exactly=True) or {}
 
     @property
     def records(self) -> list[StepRecord]:

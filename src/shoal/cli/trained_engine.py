@@ -67,7 +67,7 @@ class WeightsRequest:
     @property
     def loaded_job(self) -> LoadedJob:
         """The job, with the run's settings and number of grains as defaults."""
-        of_run = read_json(run_of(self.run).job) or {}
+        of_run = read_json(run_of(self.run).job, exactly=True) or {}
         loaded = load(with_settings_of(self.job, of_run, all_known=True))
         note_other_secrets(loaded.settings, of_run)
         grains = of_run.get("grains")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from shoal.planner.calibrate.comparison import MeasuredStep, account_of
 from shoal.plans.plan import Plan, plan_text, read_plan
 from shoal.report.account import steady
 from shoal.runs.chrome_trace import read as read_trace
-from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.options import TraceSteps
 from shoal.runs.run_files import RunFiles, run_reader
 
@@ -77,7 +78,9 @@ def examine(run: str, job: JobRequest | None, *, try_out: bool, steps: int | Non
             )
         files = reader.read()
         files.say_damage()
-        job = with_settings_of(job, files.job, all_known=True) if job is not None else None
+        if job is not None:
+            of_run = read_json(RunDirectory(files.path).job, exactly=True) or {}
+            job = with_settings_of(job, of_run, all_known=True)
         times, losses = diagnosis(files)
         run_diagnosis = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
         plans = _write_plans(files, run_diagnosis.remedies)
@@ -107,7 +110,8 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
         with contextlib.suppress(CommandError):
             steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
             traced |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
-    untraced = [r for r in files.records if not any(r.first <= step <= r.step for step in traced)]
+    ordered = sorted(traced)
+    untraced = [r for r in files.records if bisect_left(ordered, r.first) == bisect_right(ordered, r.step)]
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(

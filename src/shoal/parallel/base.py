@@ -248,7 +248,7 @@ _OF_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: 
 
 @dataclass  # made in every step
 class LateTerms:
-    """Terms of a step's sums on one rank, of which only the loss is on the device.
+    """Terms of the sums of a step of one microbatch on one rank, of which only the loss is on the device.
 
     `known`: float64, the other numbers, on the host. The places of `total` and `weight` are unused.
     """
@@ -256,12 +256,6 @@ class LateTerms:
     known: Tensor
     total: Tensor
     weight: Tensor
-
-    def add_(self, other: LateTerms) -> LateTerms:
-        """Add another microbatch's terms."""
-        self.known += other.known
-        self.total, self.weight = self.total.double() + other.total, self.weight.double() + other.weight
-        return self
 
     def sums(self) -> Tensor:
         """Return all terms on the device."""
@@ -325,23 +319,22 @@ def microbatch_sums(
 ) -> Tensor | LateTerms:
     """Return one microbatch's terms of the step's sums: float64, on the device, without waiting for the device.
 
-    `is_alone`: no other rank needs the terms.
+    `is_alone`: the step has no other microbatch, on any rank. A later forward may write over the memory of `total`.
     """
     # A read on the host waits for nothing, and one array made of numbers costs a fraction of writes into its elements.
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, total.requires_grad, *microbatch.words]))
-    if not here:
-        loss = [
-            total.detach(),
-            weight if isinstance(weight, Tensor) else torch.full_like(total, weight, dtype=sums.dtype),
-        ]
-        late = LateTerms(sums, *(part.detach() if part.dtype in _OF_NUMPY else part.double() for part in loss))
-        if is_alone and not len(buffers):
-            return late
-        sums = late.sums()
-    elif not buffers.is_cpu:
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    if not here and is_alone and not len(buffers):
+        if not (isinstance(weight, Tensor) and weight.device == total.device):  # the host knows it
+            weight = torch.full_like(total, float(weight), dtype=sums.dtype)
+        loss = total.detach(), weight
+        return LateTerms(sums, *(part if part.dtype in _OF_NUMPY else part.double() for part in loss))
+    if not (here and buffers.is_cpu):
         sums = device_reads.sent(sums, buffers.device)
+    if not here:
+        sums[TOTAL], sums[WEIGHT] = total.detach(), weight
     return torch.cat([sums, buffers]) if len(buffers) else sums
 
 
@@ -508,7 +501,7 @@ class Strategy(ABC):
 class AccumulatingStrategy(Strategy):
     """Strategy that accumulates gradients in the backward, its own or a pipeline's."""
 
-    _sums: Any = None  # Tensor, or LateTerms on one rank
+    _sums: Any = None  # Tensor, or LateTerms of a step of one microbatch on one rank
     _root: float | Tensor = 1.0  # the initial gradient of a total
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:

@@ -30,8 +30,8 @@ class Certificate:
     def read(cls, path: Path) -> Certificate:
         """Read a certificate file. Raises: CertificateError if it is missing or unreadable."""
         try:
-            content = read_bytes(path)
-            document = json_value(content)
+            content = read_bytes(path.resolve())
+            document = json_value(content, exactly=True)
             schema = document["schema"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CertificateError(

@@ -172,14 +172,19 @@ def claim(
     """Lock the directory for this process, creating it with `mode` if it is missing.
 
     If the holder seems to be dead, wait until that is certain, with messages through `say`.
-    Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable or has links.
+    Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable or has links out of it.
     """
     patience = patience or Patience()
     new_folders: list[Path] = []
-    if folder.is_dir() and (links := sorted(one.name for one in os.scandir(folder) if one.is_symlink())):
+    links: list[str] = []
+    with contextlib.suppress(OSError):  # without a right to read it
+        inside = os.path.realpath(folder) + os.sep
+        every = (one for one in os.scandir(folder) if one.is_symlink())
+        links = sorted(one.name for one in every if not os.path.realpath(one).startswith(inside))
+    if links:
         raise RunDirectoryError(
             given=str(folder),
-            conflict=f"{links[0]} in it is a link, and nothing is written or removed behind a link",
+            conflict=f"{links[0]} in it is a link out of it, and nothing is written or removed behind such a link",
             remedy="put there what the link leads to, or give another directory",
         )
     try:
@@ -752,9 +757,9 @@ def write_aside(path: Path, text: str, mark: str = "") -> Path:
     return aside
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if the file is missing or damaged."""
+def read_json(path: Path, *, exactly: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if it is missing or damaged. `exactly`: as for `json_value`."""
     try:
-        return read_object(path)
+        return read_object(path, exactly=exactly)
     except (OSError, ValueError):
         return None

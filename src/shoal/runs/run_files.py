@@ -117,8 +117,10 @@ class LineFile:
                     values.append(read(line.decode("utf-8")))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     self._num_damaged += 1
-            if now.st_size - self._offset > MOST_LINE_BYTES:
-                self.refused = f"only its first {self._num_lines:,} lines were read: no run writes what follows"
+            left = now.st_size - self._offset
+            if left > MOST_LINE_BYTES or (left and self._num_lines >= MOST_LINES):
+                limit = f"{MOST_LINES:,} lines of at most {MOST_LINE_BYTES:,} bytes"
+                self.refused = f"only its first {self._num_lines:,} lines were read, and the limit is {limit}"
         return values
 
 

@@ -120,3 +120,12 @@ def test_a_folder_that_lacks_a_shard_or_has_another(tmp_path: Path) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"neither checkpoints of a run nor model.safetensors"):
         state_dict_of(tmp_path)
+
+
+def test_a_folder_of_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for file in shards(blobs).iterdir():
+        (snapshot / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    assert set(state_dict_of(snapshot)) == set(TENSORS)

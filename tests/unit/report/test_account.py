@@ -146,6 +146,15 @@ def test_lines_that_are_damaged_are_left_out_and_told(tmp_path: Path) -> None:
     assert abs(sum(part.share for part in found.wall.parts) - 1.0) < SUM
 
 
+def test_lines_beyond_the_limit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one_process(tmp_path / "run")
+    monkeypatch.setattr("shoal.runs.run_files.MOST_LINES", 90)
+    run.written()
+    found = read_run(run.path)
+    assert len(found.records) == 90
+    assert found.damaged["records.jsonl"].startswith("only its first 90 lines were read, and the limit is 90 lines")
+
+
 def older(run: RunFolder) -> Path:
     """The directory as an earlier version would have left it."""
     path = run.written()

@@ -70,3 +70,10 @@ def test_another_schema(tmp_path: Path) -> None:
 def test_a_certificate_of_a_script_covers_no_job(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="of a training script"):
         Certificate.read(written(tmp_path, kind="script"))
+
+
+def test_it_may_be_behind_a_link_and_of_settings_that_are_not_finite(tmp_path: Path) -> None:
+    job = {**JOB, "settings": {"clip": float("inf"), "separator": "\1", "seed": 1 << 100}}
+    link = tmp_path / "link.json"
+    link.symlink_to(written(tmp_path, job=job))
+    Certificate.read(link).check(job, PLAN, VERSIONS)

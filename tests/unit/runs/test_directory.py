@@ -139,3 +139,11 @@ def test_what_a_failed_start_leaves(tmp_path: Path, files: dict[str, str], stays
     RunDirectory(tmp_path).discard_failed_start()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == ({*files, "lock.json"} if stays else {"lock.json"})
+
+
+def test_settings_of_a_job_are_read_exactly(tmp_path: Path) -> None:
+    settings = {"clip": float("-inf"), "separator": "\1", "seed": 1 << 100}
+    write_file(tmp_path / "job.json", json.dumps(settings))
+    assert read_json(tmp_path / "job.json", exactly=True) == settings
+    shown = {"clip": None, "separator": "\N{REPLACEMENT CHARACTER}", "seed": 1 << 100}
+    assert read_json(tmp_path / "job.json") == shown

@@ -137,3 +137,13 @@ def test_giving_back_leaves_another_ones_alone(tmp_path: Path) -> None:
     with claim(tmp_path, quietly):
         lock.release()
         assert (tmp_path / NAME).exists()
+
+
+def test_links_may_lead_to_the_directory_itself_but_not_out_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "latest").symlink_to("checkpoints")
+    claim(folder, quietly).release()
+    (folder / "errors").symlink_to(tmp_path)
+    with pytest.raises(RunDirectoryError, match="errors in it is a link out of it"):
+        claim(folder, quietly)

@@ -477,7 +477,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     devices = whole_number("devices", options.devices, 1)
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
-    saved = read_json(directory.job) if options.resume else None
+    saved = read_json(directory.job, exactly=True) if options.resume else None
     if saved:
         of_call, job = job, with_settings_of(job, saved)
         _note_overridden_files(of_call, job, saved)
@@ -490,7 +490,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             conflict="a run that goes on has its own turns",
             remedy="leave --step out, or leave --resume out and give another --out",
         )
-    if given_turns is not None and read_trial(given_turns) is None:
+    if given_turns is not None and read_trial(given_turns.resolve()) is None:
         raise CommandError(
             given=f"--step {given_turns}",
             conflict="there is no such file",

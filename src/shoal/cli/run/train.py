@@ -193,7 +193,7 @@ def _fenced(request: RunRequest, environment: Environment) -> AbstractContextMan
 def _compared(request: RunRequest) -> list[str] | None:
     """Return the fields of the job that a resume's settings change; None if unknown or not needed."""
     saved = (
-        read_json(RunDirectory(request.where.out).job)
+        read_json(RunDirectory(request.where.out).job, exactly=True)
         if request.course.resume and not request.course.accept_changes
         else None
     )
@@ -295,7 +295,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.where.out)
     call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # the job with opened data
-    saved = read_json(directory.job) if request.course.resume else None
+    saved = read_json(directory.job, exactly=True) if request.course.resume else None
     description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
         mesh, list[str], lambda: accepted_changes(saved or {}, description, call.unlike, request.course.accept_changes)

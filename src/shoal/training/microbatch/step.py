@@ -496,14 +496,14 @@ class ForwardBackward:
     ) -> tuple[Any, Tensor]:
         """Return a microbatch's terms of the step's sums, and the total of its backward. Raises: LossError.
 
-        `buffers`: the terms of the buffers. The terms are a tensor, or LateTerms if the strategy `is_alone`.
+        `buffers`: the terms of the buffers. The terms are a tensor, or LateTerms if the step `is_alone`.
         """
         parts = self.parts
         sums: Any
         if self.sums_of is not None:
             sums = self.sums_of(total.detach(), weight, buffers)
         elif parts.mesh.counts_loss:
-            sums = microbatch_sums(microbatch, total, weight, buffers, is_alone=parts.strategy.is_alone)
+            sums = microbatch_sums(microbatch, total, weight, buffers, is_alone=self.is_alone)
         else:
             sums = buffer_sums(buffers)
         if self.is_observed:

@@ -110,7 +110,7 @@ def open_trial(
             trial = read_trial(directory.trial)
             return _Known(trial, "as the run began")
         if given is not None:
-            return _Known(read_trial(given), f"as {given} says", is_given=True)
+            return _Known(read_trial(given.resolve()), f"as {given} says", is_given=True)
         trial = recorded_trial(key)
         return _Known(trial, "as recorded on this machine", is_given=trial is not None and trial.chosen is not None)
 

@@ -16,7 +16,7 @@ from shoal.errors import PlanError
 from shoal.jobs.job import Steps
 from shoal.numerics.losses import mse
 from shoal.parallel.assemble import assemble
-from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
+from shoal.parallel.base import NUM_SUMS, Flags, LateTerms, StepSums, Strategy, microbatch_sums
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, from_limbs, to_limbs
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans import Layout, Plan
@@ -158,3 +158,16 @@ def test_sums_survive_their_way_in_float32() -> None:
     assert torch.allclose(found, sums * ranks, rtol=ranks * 2.0**-24, atol=0.0)
     assert from_limbs(to_limbs(torch.full((NUM_SUMS,), 0.3, dtype=torch.float64)))[1] == pytest.approx(0.3, rel=2**-24)
     assert torch.isnan(from_limbs(to_limbs(torch.full((NUM_SUMS,), torch.nan, dtype=torch.float64)))).all()
+
+
+def test_a_weight_on_the_host_is_sent_to_the_device_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU."""
+    monkeypatch.setattr("shoal.numerics.device_reads.waits", lambda device: device.type == "meta")
+    source = open_data("d", (X, Y), None).source
+    assert isinstance(source, MapSource)
+    (microbatch,) = MapLoader(source, ORDER, DataRank(0, 1), 0, pin_memory=False).step(0).microbatches
+    total = torch.zeros((), device="meta")
+    for weight in (torch.tensor(4), 4):
+        late = microbatch_sums(microbatch, total, weight, torch.zeros(0), is_alone=True)
+        assert isinstance(late, LateTerms)
+        assert late.weight.device == total.device

@@ -303,3 +303,19 @@ def test_what_cannot_be_masked_is_read_at_once(name: str) -> None:
     at_once, late = both(job=OTHERS[name])
     assert late.result == at_once.result
     assert not any(is_late(late, step) for step in range(1, STEPS))
+
+
+def overwriting(model: nn.Module, batch: Any, earlier: list[Tensor] = []) -> tuple[Tensor, Tensor]:  # noqa: B006
+    """A loss whose memory the next forward writes, as that of a CUDA graph of torch.compile."""
+    total, weight = shoal.cross_entropy(model(batch[0]), batch[1])
+    for one in earlier:
+        one.fill_(1e6)
+    earlier[:] = [total.detach()]
+    return total, weight
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_is_copied_before_the_next_forward_writes_over_it(late: bool) -> None:
+    plan = Plan().with_sections(batch={"grains_per_microbatch": 1})
+    with waiting(late):
+        assert trained(job(grains=4, loss=overwriting), plan).result == trained(job(grains=4), plan).result
