@@ -332,7 +332,7 @@ class Lengths:
         """Return the entry for job.json: each length with the first step, from 1, that was trained under it."""
         step = self.state.step if self.state is not None else 0
         known = self.saved.get("lengths") or [{"from_step": 1, **self._before}]
-        known = [entry for entry in known if entry["from_step"] <= step]
+        known = [entry for entry in known if isinstance(first := entry.get("from_step"), int) and first <= step]
         last = {name: value for name, value in known[-1].items() if name != "from_step"} if known else None
         return known if last == self._now else [*known, {"from_step": step + 1, **self._now}]
 
