@@ -94,7 +94,7 @@ COMMANDS = {
         "decide",
         "say how many devices to use, which layout, how long and why",
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
-        "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [--cluster C] [-o FILE] [OPTIONS]",
+        "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [OPTIONS]",
         {
             "job and settings": ("job", "set", "config", "precision", "seq", "batch"),
             "a script, as it is": ("script", "launcher", "cpu"),
@@ -107,7 +107,7 @@ COMMANDS = {
             "shoal plan job.py",
             "shoal plan job.py --cluster 4x8xA100 --aim deadline=2h -o plan.toml",
             "shoal plan hf:llama --cluster 8xH100 --seq 4096 --batch 64",
-            "shoal plan --script 'train.py --batch-size {batch}' --batch 64 --cluster 8xH100",
+            "shoal plan --script 'train.py --batch {batch}' --batch 64 --cluster 8xH100",
         ),
     ),
     "verify": Command(
