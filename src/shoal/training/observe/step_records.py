@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.bounded_files import opened
+from shoal.bounded_files import MOST_LINE_BYTES, RefusedFileError, opened
 from shoal.checkpoint.keeper import RunState
 from shoal.distributed.mesh import Agreement, Mesh
+from shoal.errors import IntegrityError
 from shoal.parallel.base import StepSums
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
@@ -308,17 +309,32 @@ class RecordWriter:
 
 
 def _opened(path: Path) -> io.FileIO:
-    """Open a file of lines to append to, and remove an incomplete last line, which a killed process left."""
-    file = io.FileIO(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+    """Open a file of lines to append to, and remove an incomplete last line, which a killed process left.
+
+    Raises: IntegrityError for a file that no run writes; OSError.
+    """
+    try:
+        file = io.FileIO(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+    except (RefusedFileError, IsADirectoryError) as error:
+        raise _no_records(path, error.strerror or str(error)) from None
     end = size = file.seek(0, os.SEEK_END)
     last = b""
     while end and b"\n" not in last:
+        if len(last) > MOST_LINE_BYTES:
+            file.close()
+            raise _no_records(path, "what it ends with is no line of a run")
         end = max(0, end - _TAIL_BYTES)
         file.seek(end)
         last = file.read(size - end)
     if not last.endswith(b"\n"):
         file.truncate(end + last.rfind(b"\n") + 1)
     return file
+
+
+def _no_records(path: Path, conflict: str) -> IntegrityError:
+    return IntegrityError(
+        given=str(path), conflict=conflict, remedy="move it elsewhere: the run goes on without the earlier records"
+    )
 
 
 _LEAST_STEPS = 10
