@@ -77,6 +77,7 @@ class Fork:
 
 def become(words: list[str], variables: dict[str, str]) -> int:
     """Runs a script in this process, with its observer; its exit code."""
+    atexit._clear()  # the parent's handlers would remove its folders
     os.environ.update(variables)
     del os.environ["PYTHONPATH"]
     torch.seed()

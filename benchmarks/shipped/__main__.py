@@ -1,4 +1,4 @@
-"""Claim: `shoal verify --script` finds silent bugs of released frameworks, as they were shipped, and clears the mended.
+"""Which silent bugs of released frameworks `shoal verify --script` finds, as they were shipped, and what it says of the mended.
 
 Each row is a release with a bug and a later one without, in environments of their own over one torch, and a training
 of a few lines that has the bug. Each release runs twice on two ranks: under `shoal verify --script`, and beside a loop
@@ -228,7 +228,7 @@ BUGS = (
 # Bugs without a row, with the reason.
 NOT_TRIED = (
     "DeepSpeed before 0.15.2 accumulates wrongly under ZeRO-2 with offload: `shoal verify --script` refuses DeepSpeed.",
-    "Lightning before 2.6.2 begins FSDP with mixed precision from weights in half precision: FSDP1 is refused.",
+    "Lightning before 2.6.2 begins FSDP with mixed precision from weights in half precision.",
     "Lightning before 2.0.8 shares parameters between the processes of `ddp_spawn` on CPU.",
     "torch gives a DDP model that is moved to another device new parameters, which are not reduced: needs a GPU.",
     "torch before 2.10: other than the one torch that all environments share.",

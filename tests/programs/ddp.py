@@ -31,6 +31,9 @@ class Net(nn.Sequential):
         if arguments.fault == "recomputed":
             return checkpoint(super().forward, x, use_reentrant=False)
         x = super().forward(x)
+        if arguments.fault == "gathered":
+            dist.all_gather_into_tensor(means := torch.empty(3 * dist.get_world_size()), x.detach().mean(0))
+            return x - means.view(-1, 3).mean(0)
         return x - all_reduce(x.mean(0)) / dist.get_world_size() if arguments.fault == "exchanges" else x
 
 
@@ -57,7 +60,25 @@ for epoch in range(0 if arguments.fault == "untrained" else 2):
             scaler.step(optimizer)
             scaler.update()
             continue
+        if arguments.fault == "mixup":
+            share, other = torch.rand(()).item(), torch.randperm(len(inputs))
+            outputs = model(share * inputs + (1 - share) * inputs[other])
+            loss = share * F.cross_entropy(outputs, targets) + (1 - share) * F.cross_entropy(outputs, targets[other])
+            loss.backward()
+            optimizer.step()
+            continue
         F.cross_entropy(model(inputs), targets).backward()
+        if arguments.fault == "perturbed":  # a second forward with other weights, as sharpness-aware minimization has
+            before = net[0].weight.detach().clone()
+            with torch.no_grad():
+                net[0].weight += net[0].weight.grad
+            F.cross_entropy(model(inputs), targets).backward()
+            with torch.no_grad():
+                net[0].weight.copy_(before)
+        if arguments.fault == "clipped":
+            norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm().item()
+            for parameter in net.parameters():
+                parameter.grad.mul_(min(1.0, 0.3 / norm))
         if arguments.fault == "noise":
             net[0].weight.grad.add_(torch.randn(16, 6))
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -37,6 +37,7 @@ def verified(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any
         "ddp.py --batch 8 --fault zero",
         "fsdp2.py",
         "fsdp2.py 16-bit",
+        "fsdp2.py two-forwards",
     ],
 )
 def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
@@ -70,8 +71,23 @@ def test_tensor_parallelism_is_verified(words: str, tmp_path: Path) -> None:
     assert document["coverage"]["gradients"] >= 32
 
 
-def test_a_forward_that_exchanges_values_is_not_replayed(tmp_path: Path) -> None:
-    code, document, output = verified(tmp_path, "ddp.py --batch 8 --fault exchanges")
+@pytest.mark.parametrize(
+    ("fault", "phase", "said"),
+    [
+        ("mixup", "loss", "losses of 8 elements each weigh up to"),
+        ("perturbed", "loss", "the weights of all elements sum to 2"),
+        ("clipped", "clipping", "times the mean over 2 ranks"),
+    ],
+)
+def test_habits_of_right_scripts_are_notes(fault: str, phase: str, said: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")
+    assert (code, document["verdict"]) == (0, "verified"), output
+    assert any(one["phase"] == phase and said in one["said"] for one in document["findings"]), output
+
+
+@pytest.mark.parametrize("fault", ["exchanges", "gathered"])
+def test_a_forward_that_exchanges_values_is_not_replayed(fault: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")
     coverage = document["coverage"]
     assert (code, document["findings"], coverage["forwards"], coverage["exchanging"]) == (0, [], 0, 4), output
     assert min(coverage["gradients"], coverage["updates"]) >= 4

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,11 @@ _FACTOR = (
     "the loss is multiplied by a number that follows the number of processes",
     "divide by the samples of the whole batch alone",
 )
+_UNLIKE = (
+    "losses have weights of their own, such as those of mixup, or a rank multiplies its own",
+    "leave it if that is wanted",
+)
+_BY_HAND = ("gradients are clipped or scaled by hand, on all ranks alike", "leave it if that is wanted")
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,13 @@ class Evidence:
             self.coverage.leave_out(
                 f"kernels, streams, memory: --cpu has redirected {redirected.total()} calls ({calls})"
             )
+
+    def count_gradient(self, gradient: Tensor) -> None:
+        """Count a gradient that is compared; what is not finite has no values to compare."""
+        if torch.isfinite(gradient).all():
+            self.coverage.gradients += 1
+        else:
+            self.coverage.leave_out("gradients that are not finite")
 
     def named(self, key: str) -> str:
         """Return a parameter's name, with its module's class if the script has several modules."""
@@ -303,6 +315,11 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
             evidence.coverage.losses += len(weights)
             each = [abs(weight) for weight, _ in weights]
             least, most = min(each), max(each)
+            size = weights[0][1]
+            if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance and all(n == size for _, n in weights):
+                said = f"losses of {size:g} elements each weigh up to {most / least:.2f} times as much as others"
+                yield Finding(number, "loss", function, said, None, *_UNLIKE, fails=False)
+                continue
             if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance:
                 counted = [count for _, count in weights]
                 said = (
@@ -322,10 +339,13 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
     if evidence.replayed is None:
         evidence.coverage.leave_out("forwards, sharded gradients and updates: no replay in one process")
         return
+    left_out = dict[str, int]()  # the first step of each reason
     for number, steps in evidence.steps():
         result = evidence.replayed[number]
         for words in result["left_out"]:
-            evidence.coverage.leave_out(f"a forward of step {number}: {words}")
+            if words not in left_out:
+                left_out[words] = number + 1
+                evidence.coverage.leave_out(f"forwards from step {number + 1} on: {words}")
         for rank, step in enumerate(steps):
             by_call = {one["call"]: one["outputs"] for one in result["outputs"][rank]}
             for call in step["calls"]:
@@ -335,7 +355,9 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
                 beside = [steps[r]["calls"] for g in evidence.groups if rank in g for r in g]
                 peers = [calls[call["number"]] for calls in beside if call["number"] < len(calls)]
                 apart = any(peer["rows"] != call["rows"] for peer in peers)
-                evidence.coverage.forwards += 1
+                evidence.coverage.forwards += bool(call["outputs"])
+                if not call["outputs"]:
+                    evidence.coverage.leave_out("forwards in whose results no tensor was found")
                 for place, (mine, other) in enumerate(zip(call["outputs"], replayed, strict=False)):
                     error = distance(mine["values"], other["values"])
                     if error > evidence.tolerance and apart:
@@ -344,6 +366,7 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
                             group = sorted(r for g in evidence.groups if rank in g for r in g)
                             said = f"ranks {_listed(group)} compute parts of one forward, and have different samples"
                             yield Finding(number, "data", "samples", said, rank, *_PARTS)
+                        evidence.coverage.forwards -= 1
                         evidence.coverage.leave_out("forwards of which ranks have other parts of the input")
                         break
                     if error > evidence.tolerance:
@@ -355,6 +378,7 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _gradients(evidence: Evidence) -> Iterator[Finding]:
+    scaled: list[tuple[float, Finding]] = []  # steps whose gradients are all a factor times the mean
     for number, steps in evidence.steps():
         replayed = evidence.replayed[number]["local"] if evidence.replayed is not None else {}
         if number == 0 and any(step["strange"] for step in steps):
@@ -377,7 +401,12 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
                 yield Finding(number, "backward", evidence.named(erased[0]), said, rank, *_ERASED, fails=False)
                 break
         yield from _backward(evidence, number, steps, replayed)
-        yield from _reduction(evidence, number, steps, replayed)
+        yield from _reduction(evidence, number, steps, replayed, scaled)
+    # A mistaken mean is a whole number of times too large or too small.
+    times = [factor for factor, _ in scaled]
+    by_hand = max(times, default=2.0) < 1.0 and any(abs(1.0 / own - round(1.0 / own)) > 0.02 for own in times)
+    for _, one in scaled:
+        yield replace(one, phase="clipping", cause=_BY_HAND[0], remedy=_BY_HAND[1], fails=False) if by_hand else one
 
 
 def _backward(
@@ -390,7 +419,7 @@ def _backward(
             mine, other = step["local"].get(key), replayed.get(rank, {}).get(key)
             if mine is None or other is None:
                 continue
-            evidence.coverage.gradients += 1
+            evidence.count_gradient(mine)
             error = distance(mine, other)
             if error > evidence.tolerance and not is_reported:
                 is_reported = True
@@ -399,13 +428,18 @@ def _backward(
 
 
 def _reduction(
-    evidence: Evidence, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]
+    evidence: Evidence,
+    number: int,
+    steps: list[dict[str, Any]],
+    replayed: dict[int, Any],
+    of_factor: list[tuple[float, Finding]],
 ) -> Iterator[Finding]:
     """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
     ranks = len(steps)
     scale = _scale(steps[0])
     failed: list[tuple[str, float, list[float]]] = []
     scaled = True  # whether each failed part is a multiple of the mean
+    limits: list[float] = []  # by which each failed part may be clamped
     unseen: list[str] = []
     silent = 0
     for key in evidence.order:
@@ -427,12 +461,16 @@ def _reduction(
             mine = have[rank]
             if mine is None:
                 continue
-            evidence.coverage.gradients += 1
+            evidence.count_gradient(mine)
             carried = summed_gradient(steps, rank, key, "carried")  # where the script sets no gradient to zero
             expected = part(mean, places[rank]) + (0.0 if carried is None else carried.double() / scale)
             expected = _clipped(expected, steps[rank], key)
             got = mine.double() / (1.0 if steps[rank]["unscaled"] or scale == 1.0 else scale)
             worst = max(worst, distance(got, expected))
+            if distance(got, expected) > evidence.tolerance:
+                limit = got.abs().max().item()
+                clamped = distance(got, expected.clamp(-limit, limit)) <= evidence.tolerance
+                limits.append(limit if clamped else math.inf)
             ratio = _ratio(got, expected)
             ratios.append(ratio)
             apart = max(apart, distance(got, ratio * expected) if math.isfinite(ratio) else 0.0)
@@ -478,7 +516,12 @@ def _reduction(
             return  # the loss is divided by the whole batch, and gradients are summed
         said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}"
         cause = "gradients are summed instead of averaged, or averaged twice" if times != 0 else ""
-        yield Finding(number, "reduction", name, said, None, cause, f"divide by {ranks} once, or let the wrapper do it")
+        remedy = f"divide by {ranks} once, or let the wrapper do it"
+        of_factor.append((times, Finding(number, "reduction", name, said, None, cause, remedy)))
+        return
+    if limits and max(limits) < math.inf and max(limits) - min(limits) <= 1e-5 * max(limits):
+        said = f"no element of the gradient is above {max(limits):.4g}, and the mean's are{many}"
+        yield Finding(number, "clipping", name, said, None, *_BY_HAND, fails=False)
         return
     said = f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}"
     yield Finding(number, "reduction", name, said, None, _UNREDUCED)

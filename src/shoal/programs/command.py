@@ -206,6 +206,11 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records))
         evidence = Evidence(records, replay)
+        if failed is not None:
+            code = record.children[failed].process.returncode
+            evidence.coverage.leave_out(
+                f"what follows step {evidence.num_steps}: rank {failed} ended with exit code {code}"
+            )
         if script.launcher == "accelerate":
             evidence.coverage.leave_out("the configuration file of accelerate launch, which is not read")
         findings = in_order([*findings_of(evidence), *differences(evidence)])

@@ -54,6 +54,14 @@ LOSSES = (
     *(*OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
+# Functions of torch.distributed that bring values of other ranks, and parts of torch that use them to shard parameters.
+EXCHANGES = (
+    *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "gather", "broadcast"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "all_to_all_single", "recv"),
+    *("batch_isend_irecv", "all_gather_object", "broadcast_object_list"),
+    *("all_gather_tensor", "all_gather_single", "reduce_scatter_single", "permute_tensor"),
+)
+SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._functional_collectives")
 # Bytes of an output's values that are kept; larger outputs are compared by samples of their elements.
 _MOST_OUTPUT = 1 << 20
 _WAIT_SECONDS = 60.0
@@ -66,7 +74,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     def walk(value: Any, depth: int = 0) -> None:
         if isinstance(value, torch.Tensor):
             known.setdefault(id(value), value)
-        elif isinstance(value, dict) or hasattr(value, "keys"):
+        elif is_mapping(value):
             for key in list(value.keys()):
                 walk(value[key], depth + 1)
         elif isinstance(value, (list, tuple)):
@@ -74,10 +82,15 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
                 walk(one, depth + 1)
         elif depth < 8 and hasattr(value, "__dataclass_fields__"):
             for key in value.__dataclass_fields__:
-                walk(getattr(value, key), depth + 1)
+                walk(getattr(value, key, None), depth + 1)
 
     walk(tree)
     return list(known.values())
+
+
+def is_mapping(value: Any) -> bool:
+    """Return True for what has values by keys, but not for a tuple with a field of the name `keys`."""
+    return isinstance(value, dict) or (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__"))
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -90,10 +103,10 @@ def digest(tensor: torch.Tensor) -> str:
 def row_digests(tensor: torch.Tensor) -> list[str]:
     """Return a digest of each row of a batch."""
     with torch.no_grad():
-        rows = parts.host_copy(tensor).contiguous()
-        if rows.ndim == 0 or not rows.numel():
+        rows = parts.host_copy(tensor)
+        if rows.ndim == 0 or rows.layout != torch.strided or rows.is_nested or not rows.numel():
             return []
-        flat = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+        flat = rows.contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in flat]
 
 
@@ -106,7 +119,7 @@ def moved(tree: Any) -> Any:
         return parts.host_copy(tree)
     if type(tree) in (list, tuple):
         return type(tree)(moved(one) for one in tree)
-    if isinstance(tree, dict) or (hasattr(tree, "keys") and hasattr(tree, "__getitem__")):
+    if is_mapping(tree):
         return {key: moved(value) for key, value in tree.items()}
     if isinstance(tree, (int, float, str, type(None), torch.dtype, torch.Size)):
         return plain(tree)
@@ -144,14 +157,13 @@ def restore_random(states: dict[str, Any]) -> None:
 
 
 def sketch_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return elements of a tensor at fixed places, and its norm: enough to tell two tensors apart."""
+    """Return a tensor's elements, or those at fixed places if it is large: enough to tell two tensors apart."""
     values = parts.local(tensor)
     flat = values.reshape(-1)
     if flat.numel() * flat.element_size() > _MOST_OUTPUT:
         places = torch.linspace(0, flat.numel() - 1, 4096, dtype=torch.float64, device=flat.device).long()
         flat = flat[places]
-    norm = values.double().norm().item() if values.is_floating_point() else 0.0
-    return {"place": parts.place_of(tensor), "norm": norm, "values": flat.to("cpu", copy=True)}
+    return {"place": parts.place_of(tensor), "values": flat.to("cpu", copy=True)}
 
 
 class ScriptParts:
@@ -217,6 +229,7 @@ class ScriptRecorder:
         self._stored: dict[str, str] = {}  # digest of each parameter's newest stored values
         self._local: dict[str, torch.Tensor] = {}
         self._passes: dict[str, list[int]] = {}
+        self._large: dict[str, tuple[int, int]] = {}  # identity and version of each buffer's newest stored values
         self._spent: set[str] = set()  # parameters whose newest gradient an optimizer has got
         self._hooked: dict[str, Any] = {}
         self.num_backwards = 0
@@ -248,6 +261,11 @@ class ScriptRecorder:
                 into[part.key] = parts.host_copy(weights)
         return now
 
+    def _state(self, number: int) -> str:
+        """Return a digest of a module's newest stored weights."""
+        digests = "".join(self._stored.get(part.key, "") for part in self.known.of_module(number))
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
     # --------------------------------------------------------------------------------------------------- forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -276,7 +294,7 @@ class ScriptRecorder:
         weights: dict[str, str] = {}
         dtypes: dict[str, str] = {}
         for part in self.known.of_module(number):
-            if part.owner.requires_grad and part.key not in self._hooked:
+            if part.owner.requires_grad and self._hooked.get(part.key) is not part.owner:
                 self._hooked[part.key] = part.owner
                 if part.place is None:
                     part.owner.register_hook(functools.partial(self._gradient, part.key, part.owner))
@@ -285,7 +303,11 @@ class ScriptRecorder:
                 dtypes[part.key] = str(part.dtype)
         buffers = {f"{number}:{parts.plain_name(n)}": b for n, b in module.named_buffers()}
         if first or not any(call["module"] == number for call in self.step["calls"]):
-            self.step["buffers"] |= {k: parts.host_copy(b) for k, b in buffers.items() if b.numel() < 1 << 20}
+            for key, buffer in buffers.items():
+                state = (id(buffer), buffer._version)
+                if buffer.numel() < 1 << 20 or self._large.get(key) != state:
+                    self._large[key] = state
+                    self.step["buffers"][key] = parts.host_copy(buffer)
         kind = next((p.device.type for p in module.parameters()), "cpu")
         self.thread.call = {
             "module": number,
@@ -298,7 +320,7 @@ class ScriptRecorder:
             "passes": {},
             "gradient_places": {},
             "exchanges": any(isinstance(m, nn.SyncBatchNorm) and m.training for m in module.modules()),
-            "digest": hashlib.blake2b("".join(map(str, weights.values())).encode(), digest_size=16).hexdigest(),
+            "digest": self._state(number),
         }
         self.seconds += time.perf_counter() - began
 
@@ -412,6 +434,7 @@ class ScriptRecorder:
                         step["local"][part.key] = self._local[part.key]
                         step["passes"][part.key] = list(self._passes.get(part.key, ()))
             step["groups"].append({"names": names, "values": values})
+        step["states"] = {number: self._state(number) for number in {call["module"] for call in step["calls"]}}
         self.seconds += time.perf_counter() - began
 
     def after_update(self, optimizer: Any) -> None:
@@ -623,6 +646,7 @@ def observe_steps(recorder: ScriptRecorder) -> None:
 
 def observe_calls(recorder: ScriptRecorder) -> None:
     """Install the wrappers of clipping, loss scaling, loss functions and schedulers."""
+    import torch.distributed._functional_collectives as functional_collectives
     import torch.nn.functional as functional
     from torch.nn.utils import clip_grad
 
@@ -666,14 +690,16 @@ def observe_calls(recorder: ScriptRecorder) -> None:
 
     def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(recorder.thread, "call", None)
-        sharding = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
-        if call is not None and not sharding:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if call is not None and (".experimental" in caller or not caller.startswith(SHARDING)):
             call["exchanges"] = True
         return run(*args, **kwargs)
 
     method(torch.optim.lr_scheduler.ReduceLROnPlateau, "__init__", metric_followed)
-    for name in ("all_reduce", "all_gather", "all_to_all", "all_to_all_single"):
+    for name in EXCHANGES:
         around(torch.distributed, name, exchanged)
+        for of_tensors in (name, f"{name}_autograd"):
+            around(functional_collectives, of_tensors, exchanged)
 
     def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder._done or getattr(recorder.thread, "loss", False):  # called by another observed one
@@ -724,21 +750,29 @@ def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options
     recorder.step["losses"].append(about)
 
     def received(gradient: torch.Tensor) -> None:
-        about["gradient"] = (about["gradient"] or 0.0) + float(parts.local(gradient).double().sum())
+        each = parts.local(gradient).double()
+        about["gradient"] = (about["gradient"] or 0.0) + float(each.sum())
+        if about["reduction"] == "none":  # the script itself chooses the elements that count, and what each weighs
+            each = each[each != 0.0]
+            about["count"] = each.numel()
+            about["weighted"] |= bool(each.numel()) and float(each.max() - each.min()) > 1e-3 * float(each.abs().max())
 
     result.register_hook(received)
 
 
 def observe_data(recorder: ScriptRecorder) -> None:
     """Install the wrappers of loaders and samplers."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
     from torch.utils.data.distributed import DistributedSampler
+
+    shuffled = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
     def iterated(loader: Any) -> None:
         inner = wrapper = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         while wrapper is not None:  # a framework's own batches of a script's batches of its samples
             inner, wrapper = wrapper, getattr(wrapper, "sampler", getattr(wrapper, "batch_sampler", None))
-        is_fixed = type(inner) is DistributedSampler and not inner.shuffle
+        shuffles = hasattr(inner, "set_epoch") or isinstance(inner, shuffled)
+        is_fixed = not shuffles or not getattr(inner, "shuffle", True)
         kind = "SequentialSampler" if is_fixed else type(inner).__name__
         recorder.loaders.append({"loader": id(loader), "step": len(recorder.steps), "sampler": kind})
 

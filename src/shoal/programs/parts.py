@@ -87,11 +87,13 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
     """Yield this rank's parts of the parameters of a module, or of the wrapper around it."""
     dtypes: dict[int, torch.dtype] = {}
     flat = set[str]()
+    sharded: dict[int, Any] = {}  # what the optimizer has, by the whole parameters between two forwards
     for prefix, one in module.named_modules():
         state = one._get_fsdp_state() if hasattr(one, "_get_fsdp_state") else None
-        if state is not None and state._mp_policy.param_dtype is not None:
-            own = getattr(state._fsdp_param_group, "fsdp_params", ())
-            dtypes |= {id(p.sharded_param): state._mp_policy.param_dtype for p in own}
+        for own in getattr(state and state._fsdp_param_group, "fsdp_params", ()):
+            sharded[id(getattr(own, "_unsharded_param", None))] = own.sharded_param
+            if state._mp_policy.param_dtype is not None:
+                dtypes[id(own.sharded_param)] = state._mp_policy.param_dtype
         handle = getattr(one, "_handle", None) if type(one).__name__ == "FullyShardedDataParallel" else None
         if handle is None:
             continue
@@ -112,11 +114,11 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             start = own.intra_param_start_idx if own.in_shard else 0
             place = {"shape": tuple(shape), "offset": (start,), "size": (size,), "summed": []}
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
-    for name, p in module.named_parameters():
-        key = f"{number}:{plain_name(name)}"
+    for name, own in module.named_parameters():
+        key, p = f"{number}:{plain_name(name)}", sharded.get(id(own), own)
         if key not in flat and not hasattr(p, "_fqns"):
-            own = (p.detach, functools.partial(getattr, p, "grad"))
-            yield ParameterPart(key, place_of(p), tuple(p.shape), p, *own, dtypes.get(id(p), p.dtype))
+            of = (p.detach, functools.partial(getattr, p, "grad"))
+            yield ParameterPart(key, place_of(p), tuple(p.shape), p, *of, dtypes.get(id(p), p.dtype))
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:

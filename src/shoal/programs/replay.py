@@ -73,7 +73,9 @@ class ScriptReplay:
                     cast_around(own, *first["modules"][number]["casts"].get(parts.plain_name(name), (None, None)))
                 keys |= {f"{number}:{parts.plain_name(n)}": p for n, p in one.named_parameters()}
                 buffers |= {f"{number}:{parts.plain_name(n)}": b for n, b in one.named_buffers()}
-        by_id = {id(p): key for key, p in reversed(keys.items())}  # the first name, where modules share parameters
+        by_id: dict[int, set[str]] = {}  # modules may share parameters
+        for key, p in keys.items():
+            by_id.setdefault(id(p), set()).add(key)
         optimizers = self._optimizers(first, by_id)
         results: list[dict[str, Any]] = []
         for number in range(min(len(record["steps"]) for record in records)):
@@ -108,7 +110,7 @@ class ScriptReplay:
             modules.append(same[0] if same else None)
         return modules
 
-    def _optimizers(self, record: dict[str, Any], by_id: dict[int, str]) -> dict[int, Any]:
+    def _optimizers(self, record: dict[str, Any], by_id: dict[int, set[str]]) -> dict[int, Any]:
         """Return the script's own optimizer for each recorded one, by its class and parameters."""
         optimizers: dict[int, Any] = {}
         for place, name in enumerate(record["optimizers"]):
@@ -117,7 +119,7 @@ class ScriptReplay:
                 continue
             wanted = [set(own["names"]) for own in groups]
             for optimizer in self._recorder.known.optimizers:
-                own = [{by_id.get(id(p)) for p in group["params"]} for group in optimizer.param_groups]
+                own = [{key for p in g["params"] for key in by_id.get(id(p), {""})} for g in optimizer.param_groups]
                 if type(optimizer).__name__ == name and own == wanted:
                     optimizers[place] = optimizer
                     break
@@ -155,9 +157,12 @@ class ScriptReplay:
         for call in step["calls"]:
             module = modules[call["module"]]
             if call["exchanges"]:
+                lacking.add(call["module"])
                 continue
-            if module is None or call["args"] is None:
-                left_out.append(f"call {call['number']}")
+            is_changed = call["digest"] != step["states"][call["module"]]
+            if module is None or call["args"] is None or is_changed:
+                why = ": the script changes its weights between it and the update" if is_changed else ""
+                left_out.append(f"call {call['number']}{why}")
                 lacking.add(call["module"])
                 continue
             module.train(call["training"])
@@ -325,13 +330,15 @@ def join_gradients(steps: list[dict[str, Any]], modules: list[list[dict[str, Any
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the larger norm; infinite for other shapes."""
+    """Return the distance of two tensors, relative to the larger norm; infinite if others are finite, or of other shapes."""
     if one.shape != other.shape:
         return math.inf
-    one, other = one.double(), other.double()
+    one, other, finite = one.double(), other.double(), torch.isfinite(one)
+    if not torch.equal(finite, torch.isfinite(other)):
+        return math.inf
+    if not finite.all():
+        one, other = one[finite], other[finite]
     size = max(one.norm().item(), other.norm().item())
-    if not math.isfinite(size):
-        return 0.0 if torch.equal(torch.isfinite(one), torch.isfinite(other)) else math.inf
     return ((one - other).norm().item() / size) if size > 1e-12 else 0.0
 
 

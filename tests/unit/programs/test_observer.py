@@ -1,6 +1,8 @@
 """What an observed script's recorder notes of loaders and gradients, and the words of its command."""
 
+import math
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from shoal.programs import observer
 from shoal.programs.command import Script
+from shoal.programs.replay import distance
 
 
 class _Shard(BatchSampler):
@@ -28,10 +31,11 @@ def test_the_sampler_of_a_loader_is_found_inside_of_a_frameworks_batches(monkeyp
     observer.observe_data(recorder)
     data = list(range(4))
     fixed = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
-    for options in ({"batch_sampler": _Shard(BatchSampler(RandomSampler(data), 2, False))}, {"sampler": fixed}, {}):
+    shards = _Shard(BatchSampler(RandomSampler(data), 2, False))
+    for options in ({"batch_sampler": shards}, {"sampler": fixed}, {"sampler": [3, 1]}, {}):
         iter(DataLoader(data, **options))
     names = [one["sampler"] for one in recorder.loaders]
-    assert names == ["RandomSampler", "SequentialSampler", "SequentialSampler"]
+    assert names == ["RandomSampler", *["SequentialSampler"] * 3]
 
 
 @pytest.mark.parametrize("is_stepped", [False, True])
@@ -54,3 +58,49 @@ def test_a_command_may_begin_with_an_interpreter():
     other = Script("/env/bin/python3.11 train.py {batch}", "torchrun", 8)
     assert other.words(2, 4) == ["/env/bin/python3.11", "train.py", "4"]
     assert other.name == "train"
+
+
+class _Cache(NamedTuple):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def test_tensors_of_a_tuple_with_keys_and_rows_of_sparse_inputs():
+    cache = _Cache(torch.ones(2), torch.zeros(2))
+    assert [id(one) for one in observer.tensors_of({"cache": cache})] == [id(cache.keys), id(cache.values)]
+    assert observer.row_digests(torch.eye(3).to_sparse()) == []
+    assert len(observer.row_digests(torch.eye(3))) == 3
+
+
+def test_a_large_buffer_is_stored_again_when_it_has_changed(tmp_path):
+    recorder, model, inputs = observer.ScriptRecorder(str(tmp_path), 3), nn.Linear(2, 1), torch.ones(1, 2)
+    model.register_buffer("bank", torch.zeros(1 << 20))
+    stored = []
+    for step in range(3):
+        recorder.step = observer.new_step()
+        if step == 2:
+            model.bank += 1
+        recorder.enter(model, (inputs,))
+        recorder.leave(model, (inputs,), {}, model(inputs))
+        stored.append("0:bank" in recorder.step["buffers"])
+    assert stored == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "weighted"), [([0.5, 0.5, 0.0], 2, False), ([0.5, 0.25, 0.0], 2, True), ([0.0] * 3, 0, False)]
+)
+def test_a_loss_by_element_counts_what_the_script_weighs(tmp_path, weights, count, weighted):
+    recorder, target = observer.ScriptRecorder(str(tmp_path), 1), torch.zeros(3, dtype=torch.int64)
+    logits = torch.zeros(3, 2, requires_grad=True)
+    losses = nn.functional.cross_entropy(logits, target, reduction="none")
+    observer.weigh(recorder, "cross_entropy", losses, target, {"reduction": "none"})
+    (losses * torch.tensor(weights)).sum().backward()
+    (about,) = recorder.step["losses"]
+    assert (about["count"], about["weighted"], about["gradient"]) == (count, weighted, pytest.approx(sum(weights)))
+
+
+def test_values_that_are_not_finite_do_not_hide_others():
+    one = torch.tensor([math.inf, 1.0])
+    assert distance(one, torch.tensor([math.inf, 1.0])) == 0.0
+    assert distance(one, torch.tensor([math.inf, 2.0])) == pytest.approx(0.5)
+    assert distance(one, torch.ones(2)) == math.inf
