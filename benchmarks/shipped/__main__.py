@@ -1,4 +1,4 @@
-"""Which silent bugs of released frameworks `shoal verify --script` finds, as they were shipped, and what it says of the mended.
+"""Which silent bugs of released frameworks `shoal verify --script` finds, as shipped, and its word on the mended.
 
 Each row is a release with a bug and a later one without, in environments of their own over one torch, and a training
 of a few lines that has the bug. Each release runs twice on two ranks: under `shoal verify --script`, and beside a loop

@@ -330,7 +330,7 @@ def join_gradients(steps: list[dict[str, Any]], modules: list[list[dict[str, Any
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the larger norm; infinite if others are finite, or of other shapes."""
+    """Return the distance of two tensors, relative to the larger norm; infinite for other shapes or finite places."""
     if one.shape != other.shape:
         return math.inf
     one, other, finite = one.double(), other.double(), torch.isfinite(one)
