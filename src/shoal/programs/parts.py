@@ -89,7 +89,7 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
     flat = set[str]()
     sharded: dict[int, Any] = {}  # what the optimizer has, by the whole parameters between two forwards
     for prefix, one in module.named_modules():
-        state = one._get_fsdp_state() if hasattr(one, "_get_fsdp_state") else None
+        state: Any = one._get_fsdp_state() if hasattr(one, "_get_fsdp_state") else None
         for own in getattr(state._fsdp_param_group, "fsdp_params", ()) if state is not None else ():
             sharded[id(getattr(own, "_unsharded_param", None))] = own.sharded_param
             if state._mp_policy.param_dtype is not None:
