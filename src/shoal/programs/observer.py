@@ -199,6 +199,11 @@ class ScriptParts:
         """Return the parts of a module's parameters."""
         return [part for key, part in self.parts.items() if key.startswith(f"{number}:")]
 
+    def state(self, number: int, stored: dict[str, str]) -> str:
+        """Return one digest of a module's weights from the digest of each."""
+        digests = "".join(stored.get(part.key, "") for part in self.of_module(number))
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
     def number_of(self, optimizer: Any) -> int:
         """Return an optimizer's number, in the order of their construction."""
         for place, own in enumerate(self.optimizers):
@@ -261,11 +266,6 @@ class ScriptRecorder:
                 into[part.key] = parts.host_copy(weights)
         return now
 
-    def _state(self, number: int) -> str:
-        """Return a digest of a module's newest stored weights."""
-        digests = "".join(self._stored.get(part.key, "") for part in self.known.of_module(number))
-        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
-
     # --------------------------------------------------------------------------------------------------- forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -320,7 +320,7 @@ class ScriptRecorder:
             "passes": {},
             "gradient_places": {},
             "exchanges": any(isinstance(m, nn.SyncBatchNorm) and m.training for m in module.modules()),
-            "digest": self._state(number),
+            "digest": self.known.state(number, self._stored),
         }
         self.seconds += time.perf_counter() - began
 
@@ -434,7 +434,8 @@ class ScriptRecorder:
                         step["local"][part.key] = self._local[part.key]
                         step["passes"][part.key] = list(self._passes.get(part.key, ()))
             step["groups"].append({"names": names, "values": values})
-        step["states"] = {number: self._state(number) for number in {call["module"] for call in step["calls"]}}
+        numbers = {call["module"] for call in step["calls"]}
+        step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
         self.seconds += time.perf_counter() - began
 
     def after_update(self, optimizer: Any) -> None:
