@@ -338,6 +338,7 @@ def page(results: dict[str, Any]) -> str:
         cells = [f"{bug.name}: {bug.said}", broken["release"], shown(broken), words, *after]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(f"\n{caught} of {count} bugs are found in their phase.\n\n## Not tried\n")
+    lines += [f"- {bug.name} ({bug.broken})" for bug in BUGS if bug.name not in results]
     lines += [f"- {what}" for what in NOT_TRIED]
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,11 @@ from typing import Any, BinaryIO
 from shoal.errors import printable
 
 MOST_BYTES = 1 << 26  # of a document
-MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = 1 << 29, 200_000, 1 << 20  # a run of a million steps writes 20,000 lines
+MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = (
+    1 << 32,
+    1_000_000,
+    1 << 23,
+)  # a run of a million steps writes 20,000 lines
 _MOST_DEPTH = 64
 _MOST_NUMBER = 1 << 128  # seeds of a job may have 128 bits
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)((?:\\\\)*)\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)

@@ -41,8 +41,12 @@ def open_tensors(path: Path) -> Any:
 
     Raises: SafetensorError; OSError.
     """
-    with path.open("rb") as file:
-        return safe_open(f"/dev/fd/{file.fileno()}", framework="pt")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with path.open("rb") as file:
+            return safe_open(f"/dev/fd/{file.fileno()}", framework="pt")
+    return safe_open(path, framework="pt")
 
 
 def tensor_file_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

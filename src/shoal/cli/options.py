@@ -74,7 +74,8 @@ class TrainingOptions:
     )
     precision: str | None = option(
         *_PRECISION,
-        page="`fp32`, `bf16`, `bf16-pure`, `fp16`; over the plan's section",
+        page="`fp32`, `bf16`, `bf16-pure`, `fp16`; over the plan's section. Unset, on a GPU with tensor cores, float32 "
+        "[as torch computes it](how-to/large-models.md#precision-on-a-gpu)",
         refused="an unknown name",
     )
     set: tuple[str | tuple[str, Setting], ...] = option(

@@ -325,16 +325,17 @@ def microbatch_sums(
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, total.requires_grad, *microbatch.words]))
-    weight = weight.detach() if isinstance(weight, Tensor) else weight
-    if not here and is_alone and not len(buffers):
-        if not (isinstance(weight, Tensor) and weight.device == total.device):  # the host knows it
-            weight = torch.full_like(total, float(weight), dtype=sums.dtype)
-        loss = total.detach(), weight
-        return LateTerms(sums, *(part if part.dtype in _OF_NUMPY else part.double() for part in loss))
-    if not (here and buffers.is_cpu):
-        sums = device_reads.sent(sums, buffers.device)
     if not here:
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        if is_alone and not len(buffers):
+            if not (isinstance(weight, Tensor) and weight.device == total.device):  # the host knows it
+                weight = torch.full_like(total, float(weight), dtype=sums.dtype)
+            loss = total.detach(), weight
+            return LateTerms(sums, *(part if part.dtype in _OF_NUMPY else part.double() for part in loss))
+        sums = device_reads.sent(sums, buffers.device)
         sums[TOTAL], sums[WEIGHT] = total.detach(), weight
+    elif not buffers.is_cpu:
+        sums = device_reads.sent(sums, buffers.device)
     return torch.cat([sums, buffers]) if len(buffers) else sums
 
 

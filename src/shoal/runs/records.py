@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from shoal.bounded_files import MOST_LOG_BYTES, json_value, opened, whole_lines
+from shoal.bounded_files import json_value, opened, whole_lines
 from shoal.runs.sound_values import Amount, Ranks, Seconds, SomeSeconds, Steps, adapter
 
 # Parts of a step's wall time, in seconds; they sum to the step.
@@ -301,7 +301,7 @@ def last_records(path: Path, after: int | None = None) -> list[StepRecord]:
     """
     tail = _TAIL_BYTES
     with open(opened(path), "rb") as file:
-        size = min(file.seek(0, os.SEEK_END), MOST_LOG_BYTES)
+        size = file.seek(0, os.SEEK_END)
         while True:
             file.seek(max(0, size - tail))
             counted, lines = CountedRecords(), file.read(tail).split(b"\n")[:-1]

@@ -257,6 +257,7 @@ class DirectStep:
         self._optimizer, self._groups = optimizer, list[_KernelGroup]()
         self._is_adam = not isinstance(optimizer, torch.optim.SGD)
         self._states: list[dict[str, Any]] = []
+        self._counts = 0, 0  # of groups and states
         self._step: Any = None
 
     def learn(self) -> None:
@@ -283,12 +284,13 @@ class DirectStep:
                 return
             groups.append(_KernelGroup(values, parameters, len(parameters), states, kinds.pop(), keeps))
         self._groups, self._states, self._step = groups, list(optimizer.state.values()), step
+        self._counts = len(groups), len(self._states)
 
     def take(self) -> bool:
         """Step the optimizer. Return False, without any change, if something differs from the stored state."""
         optimizer = self._optimizer
         groups, states = optimizer.param_groups, optimizer.state
-        if not self._groups or len(groups) != len(self._groups) or len(states) != len(self._states):
+        if not self._groups or (len(groups), len(states)) != self._counts:
             return False
         if type(optimizer).step is not self._step or is_hooked(optimizer) or not _OWN.isdisjoint(vars(optimizer)):
             return False
