@@ -179,7 +179,7 @@ def test_nothing_seen_is_an_error(script: str, said: str, tmp_path: Path) -> Non
             "ddp.py --batch {batch}",
             (),
             [
-                "Sequential, 195 parameters, called with float32 [16, 6]",
+                "Net, 195 parameters, called with float32 [16, 6]",
                 "cross_entropy; AdamW; fp32",
                 "16 samples a step, in 1",
                 "batch statistics (1)",
