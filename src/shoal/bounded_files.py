@@ -21,11 +21,8 @@ from typing import Any, BinaryIO
 from shoal.errors import printable
 
 MOST_BYTES = 1 << 26  # of a document
-MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = (
-    1 << 32,
-    1_000_000,
-    1 << 23,
-)  # a run of a million steps writes 20,000 lines
+# Of a file of lines: a run of a million steps writes 20,000 lines.
+MOST_LOG_BYTES, MOST_LINES, MOST_LINE_BYTES = 1 << 32, 1_000_000, 1 << 23
 _MOST_DEPTH = 64
 _MOST_NUMBER = 1 << 128  # seeds of a job may have 128 bits
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)((?:\\\\)*)\\u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)
@@ -71,7 +68,23 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 def read_object(path: Path, *, exactly: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file. `exactly`: as for `json_value`. Raises: RefusedFileError; OSError."""
-    return _object(json_value(read_bytes(path), exactly=exactly))
+    return object_of(read_bytes(path), exactly=exactly)
+
+
+def object_of(text: str | bytes, *, exactly: bool = False) -> dict[str, Any]:
+    """Parse a JSON object within the bounds. `exactly`: as for `json_value`. Raises: RefusedFileError."""
+    value = json_value(text, exactly=exactly)
+    if not isinstance(value, dict):
+        raise RefusedFileError("it is no JSON object")
+    return value
+
+
+def objects_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the whole lines of a file, without damaged ones; none of a file that cannot be read."""
+    with contextlib.suppress(OSError), open(opened(path), "rb") as file:
+        for line in whole_lines(file):
+            with contextlib.suppress(RefusedFileError):
+                yield object_of(line)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -107,27 +120,11 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
     Control characters in texts are replaced. The file position is behind the last line at each yield. Raises: OSError.
     """
     while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n") and file.tell() <= MOST_LOG_BYTES:
-        yield _without_escapes(line[:-1])
-
-
-def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the whole lines of a file; none of one that is missing or refused."""
-    with contextlib.suppress(OSError), open(opened(path), "rb") as file:
-        yield from whole_lines(file)
-
-
-def _without_escapes(line: bytes) -> bytes:
-    if b"\\u00" not in line:
-        return line
-    return _ESCAPED_CONTROL.sub(r"\1\\ufffd", line.decode("utf-8", "surrogateescape")).encode(
-        "utf-8", "surrogateescape"
-    )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RefusedFileError("it is no JSON object")
-    return value
+        line = line[:-1]
+        if b"\\u00" in line:
+            text = _ESCAPED_CONTROL.sub(r"\1\\ufffd", line.decode("utf-8", "surrogateescape"))
+            line = text.encode("utf-8", "surrogateescape")
+        yield line
 
 
 def cleaned(value: Any) -> Any:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.bounded_files import json_value, lines_of
+from shoal.bounded_files import objects_of
 from shoal.errors import ShoalError
 from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.records import StepRecord, read_steps
@@ -50,9 +50,8 @@ class Events:
 def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
     """Return the mean time between losses of ranks in an event log since an instant, or None without losses."""
     losses = 0
-    for line in lines_of(path):
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            event = json_value(line)
+    for event in objects_of(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             losses += event["kind"] == "lost" and datetime.fromisoformat(event["at"]).timestamp() >= since
     return (now - since) / losses if losses else None
 
@@ -274,12 +273,7 @@ def call_began_at(request: RunRequest) -> float:
 
 def read_attempts(path: Path) -> tuple[Attempt, ...]:
     """Return the attempts in a file, without damaged lines."""
-    lines = []
-    for line in lines_of(path):
-        with contextlib.suppress(ValueError):
-            document = json_value(line)
-            lines += [document] if isinstance(document, dict) else []
-    return attempts_of(lines)
+    return attempts_of(objects_of(path))
 
 
 def run_status(*, is_held: bool, attempts: Sequence[Attempt], result: Mapping[str, Any]) -> str:

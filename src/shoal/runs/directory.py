@@ -34,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.bounded_files import append_text, json_value, lines_of, opened, read_object
+from shoal.bounded_files import append_text, objects_of, opened, read_object
 from shoal.errors import ExitCode, FencedError, IntegrityError, InUseError, RunDirectoryError, ShoalError
 from shoal.jobs.secret_settings import command_without_secrets
 
@@ -582,9 +582,9 @@ def _newest_attempt(folder: Path) -> int:
     The working copy of an address has no files of generations. Records of a lower generation would not count.
     """
     generations = []
-    for line in lines_of(RunDirectory(folder).attempts):
+    for line in objects_of(RunDirectory(folder).attempts):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            generations.append(int(json_value(line)["generation"]))
+            generations.append(int(line["generation"]))
     return max(generations, default=0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.hardware.detect import measured_file
-from shoal.runs.directory import write_file
+from shoal.runs.directory import read_json, write_file
 
 
 class MachineRecords:
@@ -25,11 +25,7 @@ class MachineRecords:
 
     def read(self) -> dict[str, Any]:
         """Return all values, the newest last; none of a missing or damaged file."""
-        try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return document if isinstance(document, dict) else {}
+        return read_json(self.path.resolve(), exactly=True) or {}
 
     def store(self, key: str, value: Any) -> None:
         """Store a value. Raises: OSError."""

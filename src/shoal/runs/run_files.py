@@ -16,7 +16,7 @@ from shoal.bounded_files import (
     MOST_LINE_BYTES,
     MOST_LINES,
     cleaned,
-    json_value,
+    object_of,
     opened,
     read_object,
     read_toml,
@@ -152,8 +152,8 @@ class RunReader:
         for one in new_records:
             self._records.add(one)
         records = self._records.records
-        self._grow(self._lines["attempts"], self._attempts, _object)
-        self._grow(self._lines["events"], self._events, _object)
+        self._grow(self._lines["attempts"], self._attempts, object_of)
+        self._grow(self._lines["events"], self._events, object_of)
         damaged = {f"{name}.jsonl": lines.damage for name, lines in self._lines.items() if lines.damage}
         documents: dict[str, dict[str, Any]] = {}
         for path in (files.job, files.plan, files.result, files.saved):
@@ -215,10 +215,3 @@ def run_reader(run: str) -> Iterator[RunReader]:
         return
     with tempfile.TemporaryDirectory(prefix="shoal-run-") as folder:
         yield RunReader(Path(folder), address=run)
-
-
-def _object(line: str) -> dict[str, Any]:
-    document = json_value(line)
-    if not isinstance(document, dict):
-        raise TypeError(line)
-    return document
