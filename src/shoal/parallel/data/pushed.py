@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 class FastPart(DataParallel):
     """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.is_alone = False  # the mesh has one rank, but other workers compute the other grains
 
     def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         super().begin(step, factor)
