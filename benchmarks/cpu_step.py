@@ -4,7 +4,8 @@
 0.84 to 1.11 and 0.70 to 1.01: results/cpu_step.json, with earlier runs (MLP 0.78 to 0.92, LeNet 0.78 to 0.88). The GPT
 takes 1.00 (0.94 to 1.10). Two processes that only meet once a step and sum nothing take 0.72, 0.91, 0.80 and 0.94, and
 0.94 of DDP's. LeNet with channels last takes 0.58 (0.50 to 0.63), ResNet-18 0.98; on an Intel Xeon LeNet as a run
-chooses takes 0.64 and 0.67 (results/memory_format_step.json). Against Accelerate 1.15.0, Lightning
+chooses takes 0.65, the MLP 0.68, the GPT 0.92 and ResNet-18 0.86, where processes that sum
+nothing take 0.85. Against Accelerate 1.15.0, Lightning
 Fabric 2.6.6 and DeepSpeed 0.19.8: 0.87, 0.89 and 0.57 on the MLP, 0.83, 0.91 and 0.93 on LeNet, 0.96, 1.00 and 1.01 on
 the GPT, 0.87, 0.81 and 0.83 on ResNet-18. Exact mode over sockets takes 1.9 times DDP's step on the MLP and 1.05 times
 on LeNet. A rank bound to a core takes as long as one that is not (1.01). Beside light work of others, groups of a shard
