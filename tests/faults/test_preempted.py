@@ -240,3 +240,41 @@ def importing_torch(started: Started) -> int:
         with contextlib.suppress(OSError):
             found += "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     return found
+
+
+EVALUATED = f"{JOBS / 'evaluated.py'}:job"
+EVALUATION, NUM_EVALUATED = 1000, 101  # as in jobs/evaluated.py
+OFTEN = ("--evaluate-every", "4")
+
+
+@parametrize(
+    ("devices", "layout", "step"),
+    [(1, "", 7), (2, "", 7), (2, "shard=2", 7), (2, "pipeline=2", 7), (1, "", 15)],
+    ids=["one", "two", "sharded", "stages", "after the last step"],
+    usual=["one", "sharded"],
+)
+def test_asked_to_stop_in_an_evaluation(devices: int, layout: str, step: int, tmp_path: Path) -> None:
+    """The evaluation is left before the next chunk, and a resume has it again; one rank alone may get the signal."""
+    arguments = (*OFTEN, *(("--layout", layout) if layout else ()))
+    undisturbed = run(Run(EVALUATED, tmp_path / "undisturbed", devices, True, arguments)).expect(0)
+    gate, out, ids = Gate(tmp_path / "gate", EVALUATION + step), tmp_path / "run", tmp_path / "ids"
+    ids.mkdir()
+    environment = {**gate.environment, "TEST_IDS": str(ids)}
+    with start(Run(EVALUATED, out, devices, True, arguments, environment=environment)) as started:
+        num_computing = 1 if "pipeline" in layout else devices
+        started.until(lambda: gate.reached(num_computing), "the gate")
+        before = len(evaluated_ids(ids))
+        os.kill(started.workers()[1] if devices > 1 else started.pid, signal.SIGTERM)
+        gate.open()
+        ended = started.wait().expect(75)
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", step + 1)
+    assert len(evaluated_ids(ids)) - before < NUM_EVALUATED - 16 * num_computing
+    assert ended.records[-1]["metrics"] is None
+    resumed = run(Run(EVALUATED, out, devices, arguments=("--resume", *OFTEN))).expect(0)
+    assert_same(resumed, undisturbed)
+    mine, theirs = ([(r["step"], r["metrics"]) for r in one.records] for one in (resumed, undisturbed))
+    assert mine == theirs
+
+
+def evaluated_ids(folder: Path) -> list[str]:
+    return [line for path in folder.glob("eval-*.txt") for line in path.read_text().splitlines()]

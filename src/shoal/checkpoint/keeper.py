@@ -64,6 +64,7 @@ class RunState:
     `server`: state of the guard against stale parameters.
     `grains`: the job's number of grains.
     `bad_samples`: error text by sample id; these samples are no longer read.
+    `evaluation_due`: whether a stop interrupted the evaluation after `step`, so that a resume evaluates first.
     Random state is not stored, since every draw is a function of seed, step and grain.
     """
 
@@ -80,6 +81,7 @@ class RunState:
     grains: int | None = None
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
     bad_samples: dict[int, str] = field(default_factory=dict)
+    evaluation_due: bool = False
 
     def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
         """Return True if this step's metrics are the best so far, and store them in `best` if so."""

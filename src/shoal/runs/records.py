@@ -186,6 +186,12 @@ class StepRecord:
         return record
 
 
+def sample_rate(num_samples: int, elapsed_seconds: float) -> str:
+    """Return samples per second in words or, below one, the seconds of a sample."""
+    rate = num_samples / max(1e-9, elapsed_seconds)
+    return f"{rate:,.0f} samples/s" if rate >= 1.0 or not rate else f"{1.0 / rate:,.1f} s a sample"
+
+
 @dataclass(frozen=True)
 class TrainedAgain:
     """Mark in `records.jsonl`: the steps after `after` are trained again, so that earlier records of them are over."""

@@ -19,7 +19,7 @@ from shoal.plans.plan import Plan, described
 from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
-from shoal.runs.records import RunRecord, StepRecord
+from shoal.runs.records import RunRecord, StepRecord, sample_rate
 from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
 from shoal.training.setup.engine import Engine
@@ -66,7 +66,7 @@ class Pace:
         return f"{'━' * full}{'─' * (size - full)} {int(share * 100):3d}%  " if size >= _LEAST_BAR else ""
 
     def line(self, record: StepRecord, slowest_rank: int) -> str:
-        """Return a line with step, loss, samples per second, remaining time, peak memory and the slowest rank.
+        """Return a line with step, loss, rate of samples, remaining time, peak memory and the slowest rank.
 
         The last two are left out where the terminal has no room.
         """
@@ -77,7 +77,7 @@ class Pace:
         hours, minutes = divmod(minutes, 60)
         clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
-        text = f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {clock}"
+        text = f"step {record.step}/{self.last}  loss {loss}  {sample_rate(self.samples, elapsed)}  eta {clock}"
         text += f"  skipped: {record.skipped}" if record.skipped else ""
         memory = record.ranks.get("memory_bytes")
         self.peak_bytes = max(self.peak_bytes, record.memory_bytes, int(memory.max) if memory is not None else 0)

@@ -26,7 +26,7 @@ from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.step_modes import RunTrial, StepModes
-from shoal.training.microbatch.evaluation import EvaluationSets
+from shoal.training.microbatch.evaluation import BetweenChunks, EvaluationLeftError, EvaluationSets
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, FetchedStep, StepParts, StepRunner
@@ -119,6 +119,8 @@ class BetweenSteps:
     ) -> None:
         self._parts, self._around, self._records, self._num_steps = parts, around, records, num_steps
         self._fetch = fetch
+        # Nothing would repeat the end that a callback has requested, so the evaluation before it is not left.
+        self._between_chunks = BetweenChunks(lambda: self.ended_by is None and around.stop_requested(), around.note)
         # The step of the last evaluation, its metrics, and its number of samples.
         self._evaluated: tuple[int, dict[str, float], int] | None = None
 
@@ -153,20 +155,30 @@ class BetweenSteps:
     def evaluate(self, state: RunState) -> None:
         """Evaluate the model and averaged weights, outside the step's time, and save the best. Collective: all ranks.
 
+        If a rank has to stop, the evaluation is left, and a resume evaluates again.
         Raises: errors of the metrics; StorageError.
         """
         parts, records = self._parts, self._records
         watched, average = parts.job.watched, parts.callbacks.average
         self._fetch(watched is not None)
-        with records.timed("evaluation"):
-            with evaluated_weights(parts.updater.optimizer):
-                metrics, count = parts.evaluator.evaluate(parts.model)
-                parts.strategy.rest()
-            if average is not None and count:
-                with average.in_place():
-                    averaged, _ = parts.evaluator.evaluate(parts.model)
+        if state.evaluation_due and not records.waiting:
+            records.take_up(state.step)
+        try:
+            with records.timed("evaluation"):
+                with evaluated_weights(parts.updater.optimizer):
+                    metrics, count = parts.evaluator.evaluate(parts.model, self._between_chunks)
                     parts.strategy.rest()
-                metrics |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
+                if average is not None and count:
+                    with average.in_place():
+                        averaged, _ = parts.evaluator.evaluate(parts.model, self._between_chunks)
+                        parts.strategy.rest()
+                    metrics |= {f"{PREFIX}{name}": value for name, value in averaged.items()}
+        except EvaluationLeftError:
+            parts.strategy.rest()
+            state.evaluation_due = True
+            self._around.note(f"evaluation after step {state.step}: left, to stop; --resume evaluates again")
+            return
+        state.evaluation_due = False
         self._evaluated = state.step, metrics, count
         parts.computer.has_evaluated = count > 0
         for name, why in parts.evaluator.without_value.items():
@@ -189,13 +201,13 @@ class BetweenSteps:
         settled = self._parts.callbacks.settle(self._parts.mesh, requests)
         if (settled.checkpoint or settled.evaluate) and not is_sound():
             return
+        if settled.end is not None and self.ended_by is None:
+            self.ended_by = settled.end
+            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
         if settled.evaluate and state.step and not self._is_evaluated(state):
             self.evaluate(state)
         if settled.checkpoint and state.step:
             self.save(state)
-        if settled.end is not None and self.ended_by is None:
-            self.ended_by = settled.end
-            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
 
     def forget(self) -> None:
         """Drop the last evaluation, after a rollback."""
@@ -204,13 +216,16 @@ class BetweenSteps:
     def conclude(self, state: RunState, status: str) -> Outcome:
         """Save the last state of a run that is "completed" or, after a SIGTERM, "preempted"; evaluate a completed run.
 
+        A completed run whose last evaluation was left is preempted.
         Raises: errors of the evaluation, after the checkpoint.
         Collective: all ranks.
         """
         unsaved = self._save_last(state)
         if status == "completed" and not self._is_evaluated(state):
             try:
-                self.evaluate(state)
+                if not state.evaluation_due or self.ended_by is not None:
+                    self.evaluate(state)
+                status = "preempted" if state.evaluation_due else status
                 unsaved = unsaved or self._save_last(state)  # again, if it is the best
             except Exception as error:
                 shown = as_shoal_error(error)
@@ -269,7 +284,7 @@ class Trainer:
         self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # updates that the state counts
-        self._advanced = False  # whether a step was added since the last work between steps
+        self._advanced = False  # whether a step was added since the last work between steps, or an evaluation is due
         self._has_callbacks = bool(parts.callbacks)
         self._of_step: Exception | None = None  # the last error in the computation of a step
 
@@ -325,7 +340,7 @@ class Trainer:
         outcome = self._between.conclude(self.state, status)
         if self._modes is not None:
             outcome.trial, outcome.plan = self._modes.close(), self._modes.plan
-        callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
+        callbacks.conclude(self._mesh, outcome.status, outcome.metrics, outcome.ended_by)
         return outcome
 
     def _steps(self) -> str:
@@ -342,7 +357,7 @@ class Trainer:
             if unread is None:  # the one decision on what follows a step
                 if self._advanced:
                     self._advanced = False
-                    evaluates = self._between.evaluates_after(self.state.step)
+                    evaluates = self.state.evaluation_due or self._between.evaluates_after(self.state.step)
                     last = self.state.step == self._num_steps
                     if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):  # rolled back
                         fetched = agreement = None
@@ -579,7 +594,7 @@ class Trainer:
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
         self._between.forget()
-        self._advanced = False
+        self._advanced = self.state.evaluation_due
         if self._modes is not None:
             self._modes.go_to(step)
             self._trial = self._modes.unless_over()

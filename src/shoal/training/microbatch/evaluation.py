@@ -7,7 +7,9 @@ import functools
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +32,7 @@ from shoal.numerics.generators import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
+from shoal.runs.records import sample_rate
 from shoal.training.microbatch.look import differ, distance, find_state
 from shoal.training.microbatch.step import Evaluate, LossPair
 
@@ -40,10 +43,71 @@ _NO_GRADIENT = ("does not require grad", "not have been used in the graph")
 # (model, batch) -> outputs with a row per sample.
 Predict = Callable[[Any, Any], Any]
 
+# Seconds between two agreements of the ranks on whether to leave an evaluation, and between two lines on its progress.
+_AGREE_SECONDS, _SHOW_SECONDS = 1.0, 10.0
+_LEFT = "an evaluation is left"  # key in the ranks' store
+
 # Maximum number of samples in one forward of an evaluation. The chunks must not depend on the layout.
 MAX_CHUNK = 256
 # The same if only some samples are evaluated: small, to have more than one chunk.
 SAMPLED_CHUNK = 4
+
+
+class EvaluationLeftError(Exception):
+    """An evaluation was left between two chunks on all ranks, since a rank has to stop."""
+
+
+@dataclass(frozen=True)
+class BetweenChunks:
+    """What a training does between two chunks of an evaluation.
+
+    `stop_requested`: whether this rank has to stop. `note`: takes lines on the progress.
+    """
+
+    stop_requested: Callable[[], bool] = lambda: False
+    note: Callable[[str], None] = lambda line: None
+
+
+class _Rounds:
+    """Rounds of one evaluation. In each round a rank computes a chunk, and before it any rank may leave the evaluation.
+
+    `meets`: the ranks communicate within chunks, so that all leave before the same round. They agree about once a
+    second. Otherwise a rank leaves by itself, and tells the others through the store.
+    """
+
+    def __init__(self, mesh: Mesh, between: BetweenChunks, meets: bool) -> None:
+        self._mesh, self._between, self._meets = mesh, between, meets
+        self._began = self._shown = self._agreed = time.monotonic()
+        self._round = self._agreed_round = self._next = 0
+        self.left = False
+
+    def leaves(self, done: int, total: int | None) -> bool:
+        """Return True if this rank leaves before the next round. `done`: samples of all ranks in earlier rounds.
+
+        Collective: all ranks, if they meet.
+        """
+        now = time.monotonic()
+        if done and now - self._shown >= _SHOW_SECONDS:
+            of = f" of {total:,}" if total is not None else ""
+            self._between.note(f"evaluation: {done:,}{of} samples, {sample_rate(done, now - self._began)}")
+            self._shown = now
+        stops, store = self._between.stop_requested(), self._mesh.store
+        if store is None:
+            self.left = stops
+        elif self._meets:
+            if self._round == self._next:
+                each = (now - self._agreed) / max(1, self._round - self._agreed_round)
+                rows = self._mesh.all_gather([float(stops), each])
+                self.left = bool(rows[:, 0].any())
+                self._agreed, self._agreed_round = now, self._round
+                self._next += max(1, int(_AGREE_SECONDS / max(1e-3, rows[:, 1].max()))) if self._round else 1
+            self._round += 1
+        elif stops:
+            store.set(_LEFT, "")
+            self.left = True
+        elif now - self._agreed >= _AGREE_SECONDS:
+            self._agreed, self.left = now, store.check([_LEFT])
+        return self.left
 
 
 class Evaluator:
@@ -83,15 +147,22 @@ class Evaluator:
         self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
-    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+    def evaluate(self, model: nn.Module, between: BetweenChunks | None = None) -> tuple[dict[str, float], int]:
         """Return each metric's total divided by its weight, and the number of samples.
 
-        Raises: an error of any rank, on every rank. Collective: all ranks, one JSON gather.
+        Raises: an error of any rank, on every rank; EvaluationLeftError, on every rank, if `between` of any rank stops.
+        Collective: all ranks, one JSON gather; if ranks communicate in the model, an all-gather about once a second.
         """
         if self.source is None:
             return {}, 0
         self.without_value = {}
-        gathered = self._mesh.gather_json(collectively(self._mesh, self._divided, lambda: self._computed(model)))
+        rounds = None
+        if between is not None:
+            rounds = _Rounds(self._mesh, between, self._divided or self._syncs_every_microbatch)
+        computed = collectively(self._mesh, self._divided, lambda: self._computed(model, rounds=rounds))
+        gathered = self._mesh.gather_json({**computed, "left": rounds is not None and rounds.left})
+        if any(part["left"] for part in gathered):
+            raise EvaluationLeftError
         refuse_other_samples(self._name, [part["first"] for part in gathered])
         self._heartbeat.enter("away")
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
@@ -158,7 +229,9 @@ class Evaluator:
         sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
         return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
 
-    def _computed(self, model: nn.Module, chunks: slice = slice(None)) -> dict[str, Any]:
+    def _computed(
+        self, model: nn.Module, chunks: slice = slice(None), rounds: _Rounds | None = None
+    ) -> dict[str, Any]:
         """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError."""
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []
@@ -178,7 +251,7 @@ class Evaluator:
         training = model.training
         model.eval()
         try:
-            for size, batch in itertools.islice(self._batches(place), chunks.start, chunks.stop):
+            for size, batch in itertools.islice(self._batches(place, rounds), chunks.start, chunks.stop):
                 counted = self._mesh.counts_loss and size > 0
                 if counted:
                     samples.append(size)
@@ -209,9 +282,9 @@ class Evaluator:
         self._heartbeat.enter("exposed_communication")  # the next exchange waits for the other ranks
         return {"samples": samples, "sums": sums, "first": digest_of_samples(self._first)}
 
-    def _batches(self, place: DataRank) -> Iterator[tuple[int, Any]]:
+    def _batches(self, place: DataRank, rounds: _Rounds | None = None) -> Iterator[tuple[int, Any]]:
         """Yield this rank's chunks as (number of samples, batch on the device). Seed the generators for each chunk."""
-        for number, size, batch in self._chunks(place):
+        for number, size, batch in self._chunks(place, rounds):
             self._heartbeat.enter("evaluation")
             batch = self._precision.inputs(batch)
             seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
@@ -290,12 +363,14 @@ class Evaluator:
                 return
             yield chunk
 
-    def _chunks(self, place: DataRank) -> Iterator[tuple[int, int, Any]]:
+    def _chunks(self, place: DataRank, rounds: _Rounds | None = None) -> Iterator[tuple[int, int, Any]]:
         """Yield this rank's chunks as (index, number of samples, batch). Rank index % num_ranks computes a chunk."""
         if isinstance(self.source, MapSource):
             count = min(len(self.source), self._most or len(self.source))
-            rounds = range(0, count, place.num_ranks * self._chunk)
-            for start in (first + place.rank * self._chunk for first in rounds):
+            for begin in range(0, count, place.num_ranks * self._chunk):
+                if rounds is not None and rounds.leaves(begin, count):
+                    return
+                start = begin + place.rank * self._chunk
                 if start >= count:
                     if self._syncs_every_microbatch:  # an empty chunk, to have as many as other ranks
                         yield 0, 0, self.source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
@@ -307,6 +382,8 @@ class Evaluator:
             own, number, first = 0, -1, None
             for number, samples in enumerate(self._read(self.source or ())):
                 first = self._first = first or samples
+                if rounds is not None and not number % place.num_ranks and rounds.leaves(number * self._chunk, None):
+                    return
                 if number % place.num_ranks == place.rank:
                     own += 1
                     seed_everything(random_key(self._job.seed, "evaluation", number))
@@ -342,12 +419,15 @@ class EvaluationSets:
         """Data sources of the sets, by name."""
         return {name: own.source for name, own in self._by_name.items() if own.source is not None}
 
-    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
-        """Return the metrics of all sets, and the number of samples in all sets. Collective: all ranks."""
+    def evaluate(self, model: nn.Module, between: BetweenChunks | None = None) -> tuple[dict[str, float], int]:
+        """Return the metrics of all sets, and the number of samples in all sets.
+
+        Raises: as `Evaluator.evaluate`. Collective: all ranks.
+        """
         metrics: dict[str, float] = {}
         count = 0
         for name, evaluator in self._by_name.items():
-            own_metrics, own = evaluator.evaluate(model)
+            own_metrics, own = evaluator.evaluate(model, between)
             metrics |= {named_metric(name, metric): value for metric, value in own_metrics.items()}
             count += own
         return metrics, count

@@ -148,6 +148,10 @@ class StepRecords:
         if self.waiting:
             self.waiting[-1] = self.waiting[-1].evaluated(metrics)
 
+    def take_up(self, step: int) -> None:
+        """Let the record of `step`, which an earlier start wrote, wait for an evaluation that the start left."""
+        self.waiting.extend(self._writer.written(step))
+
     def write(self, agreement: Agreement | None = None) -> None:
         """Write the oldest waiting record, with all ranks' measures if there is an agreement."""
         if not self.waiting:
@@ -296,6 +300,13 @@ class RecordWriter:
             self.flush()
             if self._forgotten is not None:
                 self._forgotten(late)
+
+    def written(self, step: int) -> list[StepRecord]:
+        """Return the record of `step` of an earlier start, which a record of this start replaces, if it is the last."""
+        now, last = self._fence.generation, list[StepRecord]()
+        with contextlib.suppress(OSError):
+            last = last_records(self._path) if self._path is not None else []
+        return [one for one in last if one.step == step and one.generation < now]
 
     def close(self) -> None:
         """Write the open block and the waiting lines if possible, and close the file."""

@@ -121,7 +121,7 @@ class Conductor:
         finally:
             self._records.write()
         outcome = self._between.conclude(self.state, status)
-        callbacks.conclude(self._engine.mesh, status, outcome.metrics, outcome.ended_by)
+        callbacks.conclude(self._engine.mesh, outcome.status, outcome.metrics, outcome.ended_by)
         return outcome
 
     def _pause(self) -> str | None:
@@ -136,7 +136,7 @@ class Conductor:
             self._between.forget()
             step = self.state.step
         self._retreat.keep_if_best()
-        if self._records.waiting and self._between.evaluates_after(step):
+        if self.state.evaluation_due or (self._records.waiting and self._between.evaluates_after(step)):
             self._between.evaluate(self.state)
         while self._engine.callbacks.request_bits:
             self._between.serve(self.state, self._engine.callbacks.request_bits)
