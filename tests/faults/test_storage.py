@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from tests.launching import JOBS, Gate, Run, run, start
+from tests.launching import JOBS, Ended, Gate, Run, run, start, start_command
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
@@ -37,3 +39,48 @@ def test_the_last_checkpoint_cannot_be_written(stop: bool, devices: int, tmp_pat
     # Mended, it starts over, as it has to.
     (out / "checkpoints").unlink()
     run(Run(JOB, out, devices, arguments=("--resume",))).expect(0)
+
+
+# A checkpoint of this job has 3.2 MB, so that the disk has room for two.
+WIDE, EVERY_STEP = f"{JOBS / 'tiny.py'}:wide", ("--checkpoint-every", "1")
+ON_SMALL_DISK = 'mount -t tmpfs -o size=8m none "$1" && shift && "$@"; code=$?; cp -r "$OUT" "$OUT-copy"; exit $code'
+
+
+def on_small_disk(wanted: Run) -> Ended:
+    """Run where $OUT is on a disk of 8 MiB, which only these processes see. Returns the end with a copy of $OUT."""
+    disk = wanted.out.parent
+    disk.mkdir()
+    tried = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", str(disk)]
+    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True).returncode:
+        pytest.skip("a mount namespace of one's own needs root and util-linux")
+    copy = disk.parent / "copy"
+    words = ["unshare", "--mount", "sh", "-c", ON_SMALL_DISK, "sh", str(disk), *wanted.command]
+    script = words[4].replace("$OUT-copy", str(copy)).replace("$OUT", str(wanted.out))
+    with start_command([*words[:4], script, *words[5:]], wanted.out.parent, fresh=True) as started:
+        ended = started.wait()
+    return Ended(ended.code, ended.stdout, ended.stderr, copy)
+
+
+@parametrize("layout", ["data=1", "shard=2"], ids=["a thread", "all ranks"], usual=["a thread"])
+def test_a_full_disk_loses_the_oldest_checkpoint_first(layout: str, tmp_path: Path) -> None:
+    """Only after a write has failed, and only the one that the next success would have removed."""
+    devices, exact, options = int(layout[-1]), layout == "data=1", (*EVERY_STEP, "--layout", layout)
+    undisturbed = run(Run(WIDE, tmp_path / "undisturbed", devices, exact, options)).expect(0)
+    wanted = Run(WIDE, tmp_path / "disk" / "run", devices, exact, (*options, "--keep-checkpoints", "2"))
+    ended = on_small_disk(wanted).expect(0)
+    assert ended.result["weights_sha256"] == undisturbed.result["weights_sha256"]
+    assert sorted(path.name for path in (ended.out / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
+    lines = (ended.out / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [event for event in map(json.loads, lines) if event["kind"] == "checkpoint"]
+    assert [event["done"].partition(" (")[0] for event in events] == [
+        f"the checkpoint of step {step}" for step in (1, 2, 3, 4)
+    ]
+    assert all("No space left on device" in event["what"] for event in events)
+    assert all(" bytes) was removed early" in event["done"] for event in events)
+
+
+def test_a_full_disk_keeps_all_checkpoints_that_are_to_stay(tmp_path: Path) -> None:
+    wanted = Run(WIDE, tmp_path / "disk" / "run", 1, True, (*EVERY_STEP, "--keep-checkpoints", "all"))
+    ended = on_small_disk(wanted).expect(73)
+    assert sorted(path.name for path in (ended.out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    assert "was removed" not in ended.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tiny
@@ -24,9 +25,12 @@ class Schedule(witness.Gated):
 
 
 def accuracy(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    total = tiny.accuracy(model, batch)
+    """As shoal.accuracy; appends the number of samples to $TEST_EVALUATED, and waits."""
+    sums = shoal.accuracy(model, batch)
+    with open(os.environ.get("TEST_EVALUATED", os.devnull), "a", encoding="utf-8") as file:
+        file.write(f"{len(batch[2])}\n")
     witness.wait_at_gate(EVALUATION + Schedule.step)
-    return total
+    return sums
 
 
 def job() -> shoal.Job:

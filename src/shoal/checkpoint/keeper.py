@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import math
 import time
@@ -187,7 +188,7 @@ def interval_seconds(cost_seconds: float, mtbf_seconds: float | None) -> float:
 class CheckpointWriter:
     """Writer thread of a store. A disk that fails or hangs causes a warning and does not end the training.
 
-    `report`: function called with the reason when a checkpoint could not be written.
+    `report`: function called with the reason when a checkpoint could not be written, and with what was done.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class CheckpointWriter:
         self._last = time.monotonic()
         self.cpu_seconds: list[float] = []  # CPU seconds of the writer thread for each checkpoint
         self.failure: OSError | None = None
-        self.report: Callable[[str], None] = lambda reason: None
+        self.report: Callable[[str, str], None] = lambda reason, done: None
 
     def mean_cpu_seconds(self) -> float | None:
         """Return the mean CPU seconds that the thread takes for a checkpoint; None before the first one."""
@@ -220,7 +221,12 @@ class CheckpointWriter:
 
         def timed_write() -> float:
             began, cpu = time.monotonic(), time.thread_time()
-            self._store.write(snapshot)
+            try:
+                self._store.write(snapshot)
+            except OSError as error:
+                if not self.makes_room(error.errno, str(error), snapshot.step):
+                    raise
+                self._store.write(snapshot)
             self.cpu_seconds.append(time.thread_time() - cpu)
             return time.monotonic() - began
 
@@ -254,6 +260,19 @@ class CheckpointWriter:
             self.failure = error
             self._warn(error)
 
+    def makes_room(self, code: int | None, reason: str, step: int) -> bool:
+        """Return True if the write of `step` is worth a second attempt, since its disk was full and now has room.
+
+        `code`, `reason`: errno and text of the failure.
+        """
+        removed = self._store.make_room(step) if code in (errno.ENOSPC, errno.EDQUOT) else None
+        if removed is not None:
+            oldest, num_bytes = removed
+            done = f"the checkpoint of step {oldest} ({num_bytes:,} bytes) was removed early, and the write is repeated"
+            self.report(reason, done)
+            warnings.warn(f"no space for the checkpoint of step {step}: {done}", RuntimeWarning, stacklevel=2)
+        return removed is not None
+
     def wrote(self, failure: str | None, seconds: float) -> None:
         """Record the outcome of a checkpoint that all ranks wrote together."""
         self._last, self._cost_seconds = time.monotonic(), seconds
@@ -267,7 +286,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _warn(self, reason: object) -> None:
-        self.report(str(reason))
+        self.report(str(reason), "the last good one stays, and the training goes on")
         text = f"no checkpoint written: {reason}; the last good one stays"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
@@ -440,9 +459,15 @@ class _Snapshots:
                 return
         # Each rank writes its own part, so that no rank needs the whole state. Nothing is copied, since training waits.
         document = {**document, "optimizer": merged_optimizers(mesh.gather_json(optimizer))}
-        failure = write_together(mesh, self._store, replace(empty, document=document), tensors)
+        snapshot = replace(empty, document=document)
+        failure = write_together(mesh, self._store, snapshot, tensors)
+        if failure is not None:
+            text, code = failure
+            room = together(mesh, lambda: writer is not None and writer.makes_room(code, text, state.step))
+            if mesh.gather_json(room)[0]:
+                failure = write_together(mesh, self._store, snapshot, tensors)
         if writer is not None:
-            writer.wrote(failure, time.monotonic() - began)
+            writer.wrote(failure.text if failure is not None else None, time.monotonic() - began)
 
     def hand_over(self, writer: CheckpointWriter, empty: Snapshot, callbacks: CallbackState | None) -> None:
         """Pass a snapshot of rank 0's state to the writer thread."""

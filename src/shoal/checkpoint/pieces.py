@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,8 +107,17 @@ def refuse_other_model(saved: SavedCheckpoint, own: TensorSlices, absent: set[st
     refuse_differences(mine, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
 
 
-def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[str, TensorSlices]) -> str | None:
-    """Write a checkpoint in which each rank writes its part. Return the reason if it failed, else None.
+class WriteFailure(NamedTuple):
+    """Why a disk or memory could not take a checkpoint. `code`: the errno, or None if memory ran out."""
+
+    text: str
+    code: int | None = None
+
+
+def write_together(
+    mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[str, TensorSlices]
+) -> WriteFailure | None:
+    """Write a checkpoint in which each rank writes its part. Return the failure, or None if it is written.
 
     The checkpoint is written completely or not at all.
     Collective: all ranks, JSON gathers.
@@ -117,7 +126,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[st
     aside, failure = _attempt(lambda: store.begin(snapshot.step)) if mesh.rank == 0 else (None, None)
     place, failure = mesh.gather_json([aside, failure])[0]
     if failure is not None:
-        return str(failure)
+        return WriteFailure(*failure)
 
     def add() -> dict[str, FileEntry]:
         content = share(own, written, mesh.rank, mesh.world_size)
@@ -125,7 +134,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[st
 
     files, failure = _attempt(add)
     rows = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
-    failure = next((text for _, text in rows if text is not None), None)
+    failure = next((one for _, one in rows if one is not None), None)
     if aside is not None:
         every = {name: FileEntry(**entry) for of, _ in rows for name, entry in of.items()}
         if failure is None:
@@ -133,20 +142,20 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[st
             _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document, best=snapshot.best))
         if failure is not None:
             store.place.remove(aside)
-    reason: str | None = mesh.gather_json(failure)[0]
-    return reason
+    failure = mesh.gather_json(failure)[0]
+    return WriteFailure(*failure) if failure is not None else None
 
 
 T = TypeVar("T")
 
 
-def _attempt(write: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Call `write`. Return the result and the text of a disk or memory error, one of which is None."""
+def _attempt(write: Callable[[], T]) -> tuple[T | None, WriteFailure | None]:
+    """Call `write`. Return the result and the failure of a disk or memory, one of which is None."""
     try:
         return write(), None
     except OSError as error:
-        return None, str(error)
+        return None, WriteFailure(str(error), error.errno)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return None, f"memory ran out: {str(error).strip()[:200] or type(error).__name__}"
+        return None, WriteFailure(f"memory ran out: {str(error).strip()[:200] or type(error).__name__}")

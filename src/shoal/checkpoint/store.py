@@ -19,6 +19,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEnt
 from shoal.checkpoint.places import GONE, LocalPlace, Place, RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError, RunDirectoryError
+from shoal.runs.collection import size_of
 from shoal.runs.directory import Fence, read_json
 
 
@@ -215,12 +216,40 @@ class Store:
         self._mark.note(step)
         if best:
             self.keep_best(step)
-        others = [s for s in self.steps() if s != step]
-        for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
+        for other in self._beyond(step):
             place.check(self.fence)
             place.remove(directory_name(other))
         if self.remote is not None:  # the run's own files go with its checkpoints
             self.remote.address.send(self.folder.parent)
+
+    def _beyond(self, step: int) -> list[int]:
+        """Return the steps whose checkpoints are too many once there is one of `step`, oldest first."""
+        others = [s for s in self.steps() if s != step]
+        return others[: -self.keep + 1 or None] if self.keep is not None else []
+
+    def make_room(self, step: int) -> tuple[int, int] | None:
+        """Remove the oldest checkpoint that the commit of `step` would remove, since the disk is full.
+
+        The newest valid one and the best stay. Return the step and the bytes of the removed one, or None.
+        Raises: FencedError.
+        """
+        if self.remote is not None or not (oldest := self._beyond(step)):
+            return None
+        stays = set[int]()
+        with contextlib.suppress(ManifestError, OSError):
+            stays.add(open_in(self.place, BEST_NAME).step)
+        for other in reversed(self.steps()):
+            with contextlib.suppress(ManifestError, OSError):
+                stays.add(self.read(other).step)
+                break
+        else:
+            return None
+        for other in (s for s in oldest if s not in stays):
+            self.place.check(self.fence)
+            num_bytes = size_of(self.folder / directory_name(other))
+            self.place.remove(directory_name(other))
+            return other, num_bytes
+        return None
 
     def _rename(self, aside: str, target: str) -> None:
         """Rename a folder to its final name. An existing folder of that name, from before a rollback, is replaced."""

@@ -117,7 +117,7 @@ def test_what_is_on_its_way_is_left_by_a_rollback(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     store, reasons = Gated(), list[str]()
     writer = CheckpointWriter(store, patience_seconds=0.05)
-    writer.report = reasons.append
+    writer.report = lambda reason, done: reasons.append(reason)
     writer.write(taken(1))
     assert not writer.due()
     with pytest.warns(RuntimeWarning, match="the one before is still being written"):

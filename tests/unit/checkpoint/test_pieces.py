@@ -40,8 +40,8 @@ def test_running_out_of_memory_is_a_reason_and_leaves_nothing(error: Exception, 
     store.error = error
     failure = write_together(ALONE, store, Snapshot(3, {}, {}), held())
     assert failure is not None
-    assert failure.startswith("memory ran out")
-    assert "no more" in failure
+    assert failure.text.startswith("memory ran out")
+    assert "no more" in failure.text
     assert list(store.folder.iterdir()) == []
 
 

@@ -410,3 +410,19 @@ def test_the_best_is_copied_where_a_file_has_one_name(store: Store, monkeypatch:
     monkeypatch.setattr(os, "link", refuse)
     store.keep_best(10)
     assert same(open_folder(store.folder / "best"), snapshot(10))
+
+
+def test_room_is_made_by_the_oldest_but_not_by_the_best_or_the_newest_valid_one(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints", keep=2)
+    for step in (4, 8):
+        store.write(snapshot(step))
+    assert Store(store.folder, keep=None).make_room(12) is None
+    assert Store(store.folder, keep=3).make_room(12) is None
+    assert Store(store.folder, keep=1).make_room(8) is not None  # that of step 4, since 8 is written again
+    store.write(snapshot(4))
+    store.keep_best(4)
+    assert store.make_room(12) is None
+    shutil.rmtree(store.folder / "best")
+    (store.folder / directory_name(8) / "model.safetensors").write_bytes(b"")
+    assert store.make_room(12) is None
+    assert store.steps() == [4, 8]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.runs.records import SPANS, RankTimes, RunRecord, Spread, StepRecord, read_steps
+from shoal.runs.records import SPANS, RankTimes, RunRecord, Spread, StepRecord, read_steps, sample_rate
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 STEP = StepRecord(
@@ -83,3 +83,11 @@ def test_a_value_without_a_number_is_null(field: str) -> None:
     for value in (math.nan, math.inf):
         line = replace(STEP, **{field: value}).to_line()
         assert json.loads(line)[field] is None
+
+
+def test_a_rate_below_one_is_shown_as_seconds_a_sample() -> None:
+    assert [sample_rate(4200, 2.0), sample_rate(3, 12.0), sample_rate(0, 1.0)] == [
+        "2,100 samples/s",
+        "4.0 s a sample",
+        "0 samples/s",
+    ]

@@ -288,8 +288,7 @@ class Trainer:
         self._has_callbacks = bool(parts.callbacks)
         self._of_step: Exception | None = None  # the last error in the computation of a step
 
-        def unwritten(reason: str) -> None:
-            done = "the last good one stays, and the training goes on"
+        def unwritten(reason: str, done: str) -> None:
             around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
 
         if parts.keeper.writer is not None:

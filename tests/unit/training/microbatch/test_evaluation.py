@@ -15,12 +15,13 @@ from tests.jobs.read_late import counting, waiting
 from torch import Tensor, nn
 
 import shoal
+import shoal.training.microbatch.evaluation
 from shoal.data.source import Opened
 from shoal.distributed.mesh import alone
 from shoal.errors import DataError, JobError
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan, PrecisionSection
-from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.microbatch.evaluation import BetweenChunks, Evaluator
 from shoal.training.microbatch.step import StepRunner
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged
@@ -48,7 +49,9 @@ def mean_after_draws(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return mean(model, batch)
 
 
-def evaluated(metric: Callable[[Any, Any], Any]) -> tuple[dict[str, float], int]:
+def evaluated(
+    metric: Callable[[Any, Any], Any], between: BetweenChunks | None = None
+) -> tuple[dict[str, float], int]:
     job = shoal.Job(
         model=lambda: nn.Linear(1, 1),
         loss=mean,
@@ -60,7 +63,20 @@ def evaluated(metric: Callable[[Any, Any], Any]) -> tuple[dict[str, float], int]
         length=shoal.Steps(1),
     )
     precision = Precision.of(PrecisionSection(), CPU)
-    return Evaluator(job, alone(CPU), precision, Opened(Noise()), {"mean": metric}).evaluate(nn.Linear(1, 1))
+    evaluator = Evaluator(job, alone(CPU), precision, Opened(Noise()), {"mean": metric})
+    return evaluator.evaluate(nn.Linear(1, 1), between)
+
+
+def test_a_long_evaluation_prints_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [100.0], list[str]()
+    monkeypatch.setattr(shoal.training.microbatch.evaluation.time, "monotonic", lambda: now[0])
+
+    def slow(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        now[0] += 12.0
+        return mean(model, batch)
+
+    assert evaluated(slow, BetweenChunks(note=lines.append)) == evaluated(mean)
+    assert lines == ["evaluation: 8 samples, 1.5 s a sample", "evaluation: 16 samples, 1.5 s a sample"]
 
 
 def test_a_stream_that_draws_gives_the_same_samples_whatever_is_computed_in_between() -> None:
