@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _OF_SCRIPTS = ("launcher", "batch", "keep", "cpu")
 _OF_BOTH = {
     "verify": ("job", "script", "devices", "steps", "out"),
-    "plan": tuple(name for name in option_names(PlanOptions) if name not in ("set", "config", "seq", "launcher", "cpu")),
+    "plan": tuple(
+        name for name in option_names(PlanOptions) if name not in ("set", "config", "seq", "launcher", "cpu")
+    ),
 }
 _STEPS, _BATCH = 10, 8
 

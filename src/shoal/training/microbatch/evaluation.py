@@ -229,9 +229,7 @@ class Evaluator:
         sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
         return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
 
-    def _computed(
-        self, model: nn.Module, chunks: slice = slice(None), rounds: _Rounds | None = None
-    ) -> dict[str, Any]:
+    def _computed(self, model: nn.Module, chunks: slice = slice(None), rounds: _Rounds | None = None) -> dict[str, Any]:
         """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError."""
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []

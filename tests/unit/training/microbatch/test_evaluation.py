@@ -49,9 +49,7 @@ def mean_after_draws(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return mean(model, batch)
 
 
-def evaluated(
-    metric: Callable[[Any, Any], Any], between: BetweenChunks | None = None
-) -> tuple[dict[str, float], int]:
+def evaluated(metric: Callable[[Any, Any], Any], between: BetweenChunks | None = None) -> tuple[dict[str, float], int]:
     job = shoal.Job(
         model=lambda: nn.Linear(1, 1),
         loss=mean,
