@@ -37,7 +37,7 @@ from shoal.checkpoint.state import (
     of_parameters,
     optimizer_state,
 )
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, remove_later
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, make_room, remove_later
 from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.data.loader import Loader
 from shoal.data.order import EMPTY_DIGEST
@@ -265,7 +265,7 @@ class CheckpointWriter:
 
         `code`, `reason`: errno and text of the failure.
         """
-        removed = self._store.make_room(step) if code in (errno.ENOSPC, errno.EDQUOT) else None
+        removed = make_room(self._store, step) if code in (errno.ENOSPC, errno.EDQUOT) else None
         if removed is not None:
             oldest, num_bytes = removed
             done = f"the checkpoint of step {oldest} ({num_bytes:,} bytes) was removed early, and the write is repeated"

@@ -108,7 +108,7 @@ def refuse_other_model(saved: SavedCheckpoint, own: TensorSlices, absent: set[st
 
 
 class WriteFailure(NamedTuple):
-    """Why a disk or memory could not take a checkpoint. `code`: the errno, or None if memory ran out."""
+    """Failure of a disk or memory to take a checkpoint. `code`: the errno, or None if memory ran out."""
 
     text: str
     code: int | None = None

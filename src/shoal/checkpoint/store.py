@@ -216,40 +216,11 @@ class Store:
         self._mark.note(step)
         if best:
             self.keep_best(step)
-        for other in self._beyond(step):
+        for other in _beyond(self, step):
             place.check(self.fence)
             place.remove(directory_name(other))
         if self.remote is not None:  # the run's own files go with its checkpoints
             self.remote.address.send(self.folder.parent)
-
-    def _beyond(self, step: int) -> list[int]:
-        """Return the steps whose checkpoints are too many once there is one of `step`, oldest first."""
-        others = [s for s in self.steps() if s != step]
-        return others[: -self.keep + 1 or None] if self.keep is not None else []
-
-    def make_room(self, step: int) -> tuple[int, int] | None:
-        """Remove the oldest checkpoint that the commit of `step` would remove, since the disk is full.
-
-        The newest valid one and the best stay. Return the step and the bytes of the removed one, or None.
-        Raises: FencedError.
-        """
-        if self.remote is not None or not (oldest := self._beyond(step)):
-            return None
-        stays = set[int]()
-        with contextlib.suppress(ManifestError, OSError):
-            stays.add(open_in(self.place, BEST_NAME).step)
-        for other in reversed(self.steps()):
-            with contextlib.suppress(ManifestError, OSError):
-                stays.add(self.read(other).step)
-                break
-        else:
-            return None
-        for other in (s for s in oldest if s not in stays):
-            self.place.check(self.fence)
-            num_bytes = size_of(self.folder / directory_name(other))
-            self.place.remove(directory_name(other))
-            return other, num_bytes
-        return None
 
     def _rename(self, aside: str, target: str) -> None:
         """Rename a folder to its final name. An existing folder of that name, from before a rollback, is replaced."""
@@ -368,6 +339,37 @@ def remove_later(store: Store, step: int) -> None:
     for later in [s for s in store.steps() if s > step]:
         store.place.check(store.fence)
         store.place.remove(directory_name(later))
+
+
+def _beyond(store: Store, step: int) -> list[int]:
+    """Return the steps whose checkpoints are too many once there is one of `step`, oldest first."""
+    others = [s for s in store.steps() if s != step]
+    return others[: -store.keep + 1 or None] if store.keep is not None else []
+
+
+def make_room(store: Store, step: int) -> tuple[int, int] | None:
+    """Remove the oldest checkpoint that the commit of `step` would remove, since the disk is full.
+
+    The newest valid one and the best stay. Return the step and the bytes of the removed one, or None.
+    Raises: FencedError.
+    """
+    if store.remote is not None or not (oldest := _beyond(store, step)):
+        return None
+    stays = set[int]()
+    with contextlib.suppress(ManifestError, OSError):
+        stays.add(open_in(store.place, BEST_NAME).step)
+    for other in reversed(store.steps()):
+        with contextlib.suppress(ManifestError, OSError):
+            stays.add(store.read(other).step)
+            break
+    else:
+        return None
+    for other in (s for s in oldest if s not in stays):
+        store.place.check(store.fence)
+        num_bytes = size_of(store.folder / directory_name(other))
+        store.place.remove(directory_name(other))
+        return other, num_bytes
+    return None
 
 
 def name_of(store: Store, step: Step, run: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shoal.checkpoint.store
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, seal
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, open_folder
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, make_room, open_folder
 from shoal.errors import IntegrityError
 
 NUM_FLIPS = 200
@@ -416,13 +416,13 @@ def test_room_is_made_by_the_oldest_but_not_by_the_best_or_the_newest_valid_one(
     store = Store(tmp_path / "checkpoints", keep=2)
     for step in (4, 8):
         store.write(snapshot(step))
-    assert Store(store.folder, keep=None).make_room(12) is None
-    assert Store(store.folder, keep=3).make_room(12) is None
-    assert Store(store.folder, keep=1).make_room(8) is not None  # that of step 4, since 8 is written again
+    assert make_room(Store(store.folder, keep=None), 12) is None
+    assert make_room(Store(store.folder, keep=3), 12) is None
+    assert make_room(Store(store.folder, keep=1), 8) is not None  # that of step 4, since 8 is written again
     store.write(snapshot(4))
     store.keep_best(4)
-    assert store.make_room(12) is None
+    assert make_room(store, 12) is None
     shutil.rmtree(store.folder / "best")
     (store.folder / directory_name(8) / "model.safetensors").write_bytes(b"")
-    assert store.make_room(12) is None
+    assert make_room(store, 12) is None
     assert store.steps() == [4, 8]

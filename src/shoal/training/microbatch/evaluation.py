@@ -59,7 +59,7 @@ class EvaluationLeftError(Exception):
 
 @dataclass(frozen=True)
 class BetweenChunks:
-    """What a training does between two chunks of an evaluation.
+    """Functions that an evaluation calls between two chunks.
 
     `stop_requested`: whether this rank has to stop. `note`: takes lines on the progress.
     """
