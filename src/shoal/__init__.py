@@ -31,6 +31,7 @@ _HOMES = {
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
+    "summed": "shoal.numerics.outputs",
     "Session": "shoal.training.session",
     "Verdict": "shoal.verification",
     "verify": "shoal.verification",
@@ -87,6 +88,7 @@ __all__ = [
     "plan",
     "predict",
     "run",
+    "summed",
     "track",
     "verify",
     "verify_session",
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
     from shoal.jobs.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.jobs.training_arguments import from_training_arguments
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.numerics.outputs import summed
     from shoal.planner.answer.display import Answer
     from shoal.plans import Layout, Plan
     from shoal.programs.observer import observe

@@ -32,6 +32,7 @@ from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
+from shoal.numerics.outputs import RowsOfOutputs
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, described, read_plan
 from shoal.plans.resolve import Judged, relaid
@@ -271,7 +272,7 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
         evaluator = Evaluator(engine.job, mesh, engine.precision, source, {}, name=name)
         predictions = Predictions(mesh, request.output)
         with contextlib.closing(predictions):
-            function = job.predict or of_first_part
+            function = job.predict or (of_first_part if job.outputs is None else RowsOfOutputs(job.outputs))
             together(mesh, lambda: evaluator.predict(engine.model, function, predictions.add))
             predictions.write()
     if environment.rank == 0 and not request.quiet:

@@ -98,7 +98,11 @@ class Job:
     """Training problem: model, loss, optimizer, data, batch, length and seed.
 
     model: function that builds the module. Every rank calls it once, with generators seeded by `seed`.
-    loss: (model, batch) -> (total, weight): the scalar sum over the batch's samples or tokens, and their number.
+    loss: (model, batch) -> (total, weight): the scalar sum over the batch's samples or tokens, and their number. With
+        `outputs`: (outputs, batch) -> (total, weight), where both are those of the whole global batch in sample order.
+    outputs: (model, batch) -> a tensor, or a tuple or dict of tensors, for a loss that compares the samples of the
+        global batch. Each tensor has the samples as first dim, or is marked by `shoal.summed` as a sum over samples, or
+        is a parameter of the model that the loss uses. Tensors of 16 bits reach the loss in float32. Default None.
     optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter)
         pairs.
     train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of tensors) with the same first dim, an
@@ -131,7 +135,8 @@ class Job:
     allow_state: names of attributes and variables that change between forwards without effect on results. A name is the
         module's name joined with the attribute's: "encoder.cache", "blocks.*.calls"; `*` stands for one part.
     predict: (model, batch) -> outputs, for `shoal predict`: a tensor with one row per sample, or a dict of such
-        tensors. Default None: the model's output for the batch, or for its first part if the batch is a tuple.
+        tensors. Default None: `outputs` by sample if the job has them, else the model's output for the batch, or for
+        its first part if the batch is a tuple.
     Raises: JobError that lists every mistake.
     """
 
@@ -156,6 +161,7 @@ class Job:
     watch: str | None = None
     callbacks: Sequence[Any] = ()
     predict: Callable[[Any, Any], Any] | None = None
+    outputs: Callable[[Any, Any], Any] | None = None
     allow_state: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -298,7 +304,8 @@ Mistake = tuple[str, str, str]
 
 
 def _callables(job: Job) -> Iterator[Mistake]:
-    wanted = {"model": True, "loss": True, "optimizer": True, "schedule": False, "collate": False, "predict": False}
+    wanted = {"model": True, "loss": True, "optimizer": True}
+    wanted |= dict.fromkeys(("schedule", "collate", "predict", "outputs"), False)
     for name, required in wanted.items():
         value = getattr(job, name)
         if not callable(value) and (required or value is not None):

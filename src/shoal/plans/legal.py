@@ -224,6 +224,37 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
+# Refusals of plans for jobs with a loss over the global batch.
+GLOBAL_LOSS: tuple[Rule, ...] = (
+    *(
+        Rule(
+            lambda plan, axis=axis: _wide(plan, axis),  # type: ignore[misc]
+            (f"layout.{axis}",),
+            f"Job(outputs=...) gathers the outputs of whole models, of which a {axis} axis gives each rank a part",
+            f"layout.{axis} = 1 and a larger data or shard axis",
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.serves,
+        ("server.mode",),
+        "the workers of a parameter server do not meet within a step, and Job(outputs=...) gathers outputs there",
+        'server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" or plan.execution.cuda_graph,
+        ("execution.compile", "execution.cuda_graph"),
+        "a step of Job(outputs=...) gathers outputs between its forward and its backward, and is computed eagerly",
+        'execution.compile = "none" and execution.cuda_graph = false',
+    ),
+    Rule(
+        lambda plan: _compressed(plan),
+        ("collectives.compression",),
+        "compression scales what a rank holds back by the rank's weight, and Job(outputs=...) has one weight for all",
+        'collectives.compression = "none"',
+    ),
+)
+
 # Refusals of plans with servers.
 SERVED: tuple[Rule, ...] = (
     Rule(
@@ -396,9 +427,10 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 )
 
 
-def excluded(plan: Plan) -> Iterator[Conflict]:
+def excluded(plan: Plan, *, has_global_loss: bool = False) -> Iterator[Conflict]:
     """Yield this plan's conflicts."""
-    for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ())):
+    captured, gathered = plan.execution.cuda_graph, has_global_loss
+    for rule in (*CONFLICTS, *SERVED, *(CAPTURED if captured else ()), *(GLOBAL_LOSS if gathered else ())):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 
@@ -440,6 +472,7 @@ class ModelFacts:
     sequence: int | None = None  # the longest sequence, in tokens
     repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
     places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
+    has_global_loss: bool = False  # whether the job's loss sees the outputs of the global batch
 
     @property
     def most_stages(self) -> int | None:
@@ -460,7 +493,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
         return list(excluded(plan))
     rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
     of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
-    return [*of_model, *excluded(plan)]
+    return [*of_model, *excluded(plan, has_global_loss=facts.has_global_loss)]
 
 
 def refuse(conflicts: list[Conflict]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.training.microbatch.coupling import MIXES, REREAD
+from shoal.training.microbatch.coupling import IN_THE_LOSS, MIXES, REREAD
 from shoal.training.observe.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
@@ -156,7 +156,9 @@ def _loss(case: _Case) -> Iterator[str]:
             yield f"{coupled}: draw from torch's, Python's or numpy's global generators, and count no reads"
             return
         yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
-        if coupled.startswith(MIXES):
+        if coupled == IN_THE_LOSS:
+            yield f"{coupled}: for a loss over the whole batch write Job(outputs=...), else Job(fuse=False)"
+        elif coupled.startswith(MIXES):
             yield f"{coupled}: a sample's loss depends on the others of its grain; where that is meant: Job(fuse=False)"
         else:
             yield "a loss that compares the samples of a batch; only where that is meant: Job(fuse=False)"

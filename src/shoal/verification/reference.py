@@ -43,6 +43,7 @@ from shoal.training.observe.trace.recorder import ForwardRecorder
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 from shoal.training.update.lr_schedule import Schedule
+from shoal.verification.whole_batch import requests
 
 _MOST_PARTS_BYTES = 2 << 30
 # Number of layers, spread evenly over the model, that are computed in float64 one at a time.
@@ -172,13 +173,17 @@ class Reference:
         changed: set[str] = set()
         samples = 0
         size = sum(map(real_numel, self._parameters)) * 4
-        for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
+        microbatches = self.microbatches(trace.step, way, computer.computation.effective_grains)
+        request = None
+        if self._job.outputs is not None:
+            request = requests(computer, [microbatch for _, microbatch in microbatches], lambda: self._restore(start))
+        for rank, microbatch in microbatches:
             marks = {name: bits_checksum([p]) for name, p in self.model.named_parameters()} if not trace.parts else {}
             batch = self._precision.inputs(microbatch.batch)
             self.model.zero_grad(set_to_none=True)
             self.forward.begin(microbatch, batch)
             with computer.scope(microbatch):
-                total, weight = computer.loss(batch)
+                total, weight = computer.loss(batch if request is None else request(microbatch, batch))
                 self.forward.end()
                 before = {name: buffer.detach().clone() for name, buffer in self._changing()}
                 if total.requires_grad:  # else the microbatch has no weight

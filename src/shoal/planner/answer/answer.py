@@ -60,12 +60,14 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     profile = profile_job(job, base, device=device)
     grain = Batches(job)(job.grain_size)
     facts, uncut = ModelFacts(job.num_grains, job.grain_size), ""
+    has_global_loss = job.outputs is not None
     if model is not None:
         facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
         try:
-            facts = replace(facts, places=places(model, job.loss, grain))
+            facts = replace(facts, places=() if has_global_loss else places(model, job.loss, grain))
         except ShoalError as error:
             facts, uncut = replace(facts, places=()), f"{error.conflict}; {error.remedy}"
+    facts = replace(facts, has_global_loss=has_global_loss)
     # Why this machine cannot shard gradients and parameters; the releases of other machines are unknown.
     lacking = torch_release.missing() if cluster_name == "here" else ""
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}

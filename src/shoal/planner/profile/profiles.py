@@ -16,6 +16,7 @@ from shoal.errors import ShoalError, UserCodeError
 from shoal.jobs.job import Job
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import is_strided, replace_leaves, tensors_in
+from shoal.numerics.outputs import microbatch_loss
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
@@ -59,7 +60,7 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
         def of(model: Model) -> Profile:
             return profile(
                 model,
-                job.loss,
+                microbatch_loss(job),
                 batch,
                 precision=plan.precision,
                 device=device,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import together
 from shoal.errors import StorageError
+from shoal.numerics.outputs import microbatch_loss
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import plan_text
@@ -24,7 +25,8 @@ from shoal.plans.resolve import CompletePlan
 from shoal.runs.directory import Fence
 from shoal.runs.step_trial import StepMode, StepTrial, TrialKey, record_trial, trial_text
 from shoal.training.loop.late_reads import LateReads
-from shoal.training.microbatch.step import FetchedStep, LossPair, StepRunner
+from shoal.training.microbatch.loss_pair import LossPair
+from shoal.training.microbatch.step import FetchedStep, StepRunner
 
 if TYPE_CHECKING:
     from shoal.training.loop.trainer import TrainingParts
@@ -238,7 +240,7 @@ class StepModes:
         if mode.channels_last != self._mode.channels_last:
             computer.precision = replace(computer.precision, channels_last=mode.channels_last)
             parts.evaluator.use(computer.precision)
-        computer.pair = LossPair(computer.regions.whole or computer.job.loss, computer.precision)
+        computer.pair = LossPair(computer.regions.whole or microbatch_loss(computer.job), computer.precision)
         if mode.cuda_graph != self._mode.cuda_graph:
             if mode.cuda_graph:
                 self._late.capture()

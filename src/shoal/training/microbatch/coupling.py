@@ -25,7 +25,7 @@ from shoal.numerics.operators import is_strided, row_runs
 Sums = tuple[float, float]
 
 MIXES = "the model mixes samples of a batch"
-_IN_THE_LOSS = f"{MIXES}, in the loss function"
+IN_THE_LOSS = f"{MIXES}, in the loss function"
 PADS = "a sample's loss depends on the length of the longest sample of its grain, to which the others are padded"
 UNPADDED = (
     "give the model a packed sequence (torch.nn.utils.rnn.pack_padded_sequence) or a mask of what is padding, or let "
@@ -154,12 +154,12 @@ def compare(
                 reason = "what collate makes of a sample depends on the others of its batch, and the loss on that"
                 return fused, sums, reason
             if not call.name:
-                return fused, sums, _IN_THE_LOSS
+                return fused, sums, IN_THE_LOSS
             continue
         if _differ(call.gave, [other.gave for other in others], rounding):
             where = f"module {call.name!r} ({call.kind})" if call.name else f"the forward of {call.kind} itself"
             return fused, sums, f"{MIXES}, in {where}"
-    return fused, sums, _IN_THE_LOSS
+    return fused, sums, IN_THE_LOSS
 
 
 def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Microbatch], fused: Sums) -> str:
@@ -216,7 +216,7 @@ def by_grain(coupled: str, grains: int, grain_size: int) -> str:
     place = coupled.partition(": ")[0]
     if place == PADS:
         remedy = f"where the dependence is not meant, {UNPADDED}"
-    elif place.startswith(MIXES) and place != _IN_THE_LOSS:
+    elif place.startswith(MIXES) and place != IN_THE_LOSS:
         remedy = "write Job(grains=1) for the whole batch, on one data rank, or Job(fuse=False) where grains are meant"
     else:
         return ""
@@ -239,7 +239,11 @@ def meaning(coupled: str, grains: int, grain_size: int) -> str:
         return (
             "what a step learns depends on Job(grains=...), not on devices; return sums over samples, and their weight"
         )
-    return (
-        f"each sample sees those of its own grain alone, {grain_size} at most, on any number of devices; with "
-        f"Job(grains=1) it sees the whole batch of {grains * grain_size}, on one data rank"
-    )
+    seen = f"each sample sees those of its own grain alone, {grain_size} at most, on any number of devices; "
+    if coupled == IN_THE_LOSS:
+        return (
+            f"{seen}for a loss over the whole batch of {grains * grain_size}, on any layout, write Job(outputs=lambda "
+            "model, batch: model(batch[0]), loss=lambda outputs, batch: (total, weight)), where outputs and batch are "
+            "those of the whole batch"
+        )
+    return f"{seen}with Job(grains=1) it sees the whole batch of {grains * grain_size}, on one data rank"

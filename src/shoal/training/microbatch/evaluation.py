@@ -34,7 +34,8 @@ from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.runs.records import sample_rate
 from shoal.training.microbatch.look import differ, distance, find_state
-from shoal.training.microbatch.step import Evaluate, LossPair
+from shoal.training.microbatch.loss_pair import LossPair
+from shoal.training.microbatch.step import Evaluate
 
 T = TypeVar("T")
 # Messages of torch's autograd about a derivative under no_grad.
@@ -145,7 +146,9 @@ class Evaluator:
         self.without_value: dict[str, str] = {}  # metrics without a value in the last evaluation, and why
         self._most = most_samples
         self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
-        self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
+        most = MAX_CHUNK if most_samples is None else SAMPLED_CHUNK
+        # A loss over the global batch sees as many samples as in training, in order, on whichever rank.
+        self._chunk = min(job.global_batch, most) if job.outputs is None else job.global_batch
 
     def evaluate(self, model: nn.Module, between: BetweenChunks | None = None) -> tuple[dict[str, float], int]:
         """Return each metric's total divided by its weight, and the number of samples.

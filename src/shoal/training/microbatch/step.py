@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Loader, Microbatch, StepData, Transfer
-from shoal.data.source import NoSamples
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.distributed.mesh import Mesh, raise_together
 from shoal.errors import JobError, LossError, OutOfMemoryError, ShoalError, text_of
@@ -27,6 +26,7 @@ from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import ReentrantContext, without_modes
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.out_of_memory import is_out_of_memory
+from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import (
     NO_FAILURES,
@@ -42,7 +42,9 @@ from shoal.parallel.blocks.compiled import Regions
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import meaning
+from shoal.training.microbatch.global_loss import GlobalLoss, PeerFailedError
 from shoal.training.microbatch.look import LATER_STEPS
+from shoal.training.microbatch.loss_pair import LossPair, refuse_past_the_model
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
 from shoal.training.microbatch.probe import PolicyProbe
 from shoal.training.observer import Observer, StepClock
@@ -71,67 +73,6 @@ class _DrawlessScope(contextlib.AbstractContextManager[None]):
             if self._draws.is_unclear:
                 raise RedoError(self.computation, "the model, or something before it, has begun to draw")
             raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
-
-
-@dataclass(frozen=True)
-class LossPair:
-    """Loss or metric in a precision, checked to return a (total, weight) pair. Equal functions make equal objects."""
-
-    function: Callable[[Any, Any], Any]
-    precision: Precision
-    what: str = "loss"
-
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""
-        if isinstance(batch, NoSamples):
-            return torch.zeros((), device=self.precision.device), 0.0
-        try:
-            if self.precision.compute == self.precision.parameters:
-                pair = self.function(model, batch)
-            else:
-                with self.precision.autocast():
-                    pair = self.function(model, batch)
-        except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if is_out_of_memory(error) or is_lost_peer(error):
-                raise
-            refuse_past_the_model(self.what, error)
-            if "support saved tensor hooks" in text_of(error):
-                raise JobError(
-                    given=f"a {self.what} that transforms the model by torch.func, with recomputed blocks",
-                    conflict="torch.func runs no activation checkpoint",
-                    remedy='write memory.recompute = "none", or leave out the checkpoints of the model itself',
-                ) from error
-            raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
-        return check_pair(self.what, pair)
-
-
-# Messages of torch about the use of a parameter that is cut over ranks and not gathered.
-_PAST_THE_MODEL = (
-    "got mixed torch.Tensor and DTensor",
-    "requires running forward through the root module first",
-    "'FSDPParam' object has no attribute",
-    "setStorage",
-)
-
-
-def refuse_past_the_model(what: str, error: Exception) -> None:
-    """Raise a JobError if torch's error reports a use that cut parameters or compiled blocks do not allow."""
-    if "double backward" in text_of(error):
-        raise JobError(
-            given=f"a {what} that differentiates the model, with compiled blocks",
-            conflict="torch.compile gives no derivative of a derivative",
-            remedy='write execution.compile = "none"',
-        ) from error
-    if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
-        raise JobError(
-            given=f"a {what} that uses parameters or parts of the model by themselves, or differentiates twice through "
-            "it, where parameters are cut over the shard axis",
-            conflict="a rank has them whole while model(...) runs and in one backward, each unit while it is called, "
-            "and not outside of it",
-            remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
-        ) from error
 
 
 # (function, batch) -> (total, weight), computed by all ranks of a pipeline.
@@ -169,7 +110,7 @@ class LossComputer:
         self.evaluation: Callable[[], tuple[float, ...]] | None = None
         self.has_evaluated = False  # since the last look for state; evaluations may leave state too
         self.cut, self.divided = cut, divided or cut or evaluate is not None
-        self.pair = LossPair(self.regions.whole or job.loss, precision)
+        self.pair = LossPair(self.regions.whole or microbatch_loss(job), precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
         self._computes_plainly = isinstance(precision.products(), contextlib.nullcontext)
@@ -178,6 +119,8 @@ class LossComputer:
         """Return a context that restores the model, the loss and the samples after a look."""
         source = getattr(self.job.train_data, "source", None)
         functions = {"loss": self.job.loss, "train_data": getattr(source, "data", None)}
+        if self.job.outputs is not None:
+            functions["outputs"] = self.job.outputs
         return NoTrace(self.model, functions, gathers=self.cut)
 
     def in_precision(self, precision: Precision) -> LossComputer:
@@ -249,6 +192,8 @@ class LossComputer:
         """Return one line for people: why grains do not share a forward, and the consequence."""
         if agreed.randomness == "opaque":
             return "the model draws at random in ways that cannot be told apart by grain"
+        if self.job.outputs is not None:
+            return "the outputs of a batch are not those of its grains, and the loss receives those of the grains"
         if not agreed.coupled:
             return "the loss of a batch is not the sum of its grains', or could not be seen to be"
         return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.num_grains, self.job.grain_size)}"
@@ -269,51 +214,6 @@ def no_gradient(weight: float) -> LossError:
         remedy="compute it from the model that the loss is given, outside torch.no_grad(); or return the weight 0 "
         "for a batch that adds nothing",
     )
-
-
-_MOST_BITS = 1023  # maximum bit length of an int that a float64 can represent
-
-
-def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
-    """Return the pair as (total, weight). Raises: LossError, with the remedy, for a bare mean or any other value."""
-    if type(pair) is tuple and len(pair) == 2:
-        total, weight = pair
-        if type(total) is type(weight) is Tensor and total.ndim == weight.ndim == 0 and total.is_floating_point():
-            return total, weight
-    if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
-        conflict = "without its weight a mean cannot be put together over grains: a mean of means is another number"
-        raise _no_pair(what, f"a {what} that returned {_kind(pair)}", conflict)
-    total, weight = pair
-    for name, number in (("total", total), ("weight", weight)):
-        if isinstance(number, int) and number.bit_length() > _MOST_BITS:
-            given = f"a {what} whose {name} is an integer of {number.bit_length()} bits"
-            raise _no_pair(what, given, "sums are float64 numbers, and it is beyond the largest of them")
-    if isinstance(total, int | float):
-        total = torch.tensor(float(total))
-    counted = isinstance(total, Tensor) and total.numel() == 1 and (total.is_floating_point() or what != "loss")
-    if not counted:
-        raise _no_pair(what, f"a {what} whose total is {_kind(total)}", "the total is one floating-point number")
-    if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
-        conflict = "the weight is one number: how many samples or tokens the total sums over"
-        raise _no_pair(what, f"a {what} whose weight is {_kind(weight)}", conflict)
-    return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
-
-
-def _kind(value: Any) -> str:
-    whole = isinstance(value, Tensor)
-    return f"a tensor of shape {list(value.shape)}, {value.dtype}" if whole else type(value).__name__
-
-
-def _no_pair(what: str, given: str, conflict: str) -> LossError:
-    fix = "shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
-    if what != "loss":
-        fix = "((logits.argmax(-1) == targets).sum(), len(targets)) for an accuracy, say"
-    return LossError(given=given, conflict=conflict, remedy=f"return the sum and what it sums over: {fix}")
-
-
-def _number(tensor: Tensor) -> Tensor:
-    """Return the tensor with shape [], without a needless reshape, which would add a node to the autograd graph."""
-    return tensor.reshape(()) if tensor.ndim else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +287,7 @@ class ForwardBackward:
         draws: a watch over the random draws of all steps.
         sums_of: returns a microbatch's terms of the step's sums from total, weight and buffers, in place of `terms`.
         with_gradient: returns the total of a step's backward, in place of one that may have no gradient.
+        request: returns what the loss receives in place of the batch of a microbatch, which counts or is a filler.
     """
 
     parts: StepParts
@@ -394,6 +295,7 @@ class ForwardBackward:
     draws: DrawWatch | None = None
     sums_of: Callable[[Tensor, Tensor | float, Tensor], Tensor] | None = None
     with_gradient: Callable[[int, Tensor], Tensor] | None = None
+    request: Callable[[Microbatch, Any, bool], Any] | None = None
     scale: float | Tensor = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
     is_observed: bool = False  # whether the observer looks at this step
     is_alone: bool = False  # whether the step has one microbatch on one rank, whose buffers are the step's
@@ -420,9 +322,24 @@ class ForwardBackward:
         """
         batch, context = self._enter(loaded, counts)
         with context:
+            if self.request is not None:
+                batch = self.request(loaded.microbatch, batch, counts)
             total, weight = self.parts.computer.loss(batch)
             self.add(loaded.microbatch, total, weight, last=last, counts=counts)
         self._leave(counts)
+
+    def forward(self, loaded: LoadedMicrobatch, request: Callable[[Any], Any]) -> None:
+        """Compute the loss of what `request` returns for the batch, without a backward, sums and new values of buffers.
+
+        In exact mode the pass builds a graph, since kernels without one may give other bits. Raises: as `compute`.
+        """
+        parts = self.parts
+        batch, context = self._enter(loaded, False)
+        with context, torch.set_grad_enabled(parts.computer.exact):
+            parts.computer.loss(request(batch))
+        if not parts.buffers.is_empty:
+            parts.computer.check_buffers(parts.buffers)
+        self._leave(False)
 
     @contextlib.contextmanager
     def scope(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
@@ -599,6 +516,7 @@ class StepRunner:
         self._parts, self._loader = parts, loader
         self.transfer = Transfer(parts.mesh.device, self._on_device)
         self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
+        self._global_loss = GlobalLoss(parts, loader) if parts.computer.job.outputs is not None else None
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
         if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
@@ -686,56 +604,22 @@ class StepRunner:
             self.probe.agree_on(step.proposal, number, in_step=True)
 
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
-        parts, inputs = self._parts, self._on_device
-        meets = parts.strategy.syncs_every_microbatch
+        parts, meets = self._parts, self._parts.strategy.syncs_every_microbatch
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         is_one = fetched.data is not None and fetched.data.num_microbatches == 1
         passes.is_alone = is_one and parts.strategy.is_alone and parts.buffers.keeps
         passes.begin(fetched.step)
+        if self._global_loss is not None:
+            self._global_loss.begin(fetched.step, passes)
         if passes.is_observed:
             parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
         following, proposal, error = None, None, None
-
-        def compute() -> None:
-            """Compute the microbatches; their data are released on return, before the next step is fetched."""
-            if parts.pipeline is not None:
-                loaded = list(fetched.microbatches(inputs))
-                seen.extend(one.microbatch.without_batch() for one in loaded)
-                if meets:
-                    most, filler = (
-                        self._loader.most_microbatches(fetched.step),
-                        next(self._loader.fillers(fetched.step)),
-                    )
-                    fillers = most - len(loaded)
-                    loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * fillers
-                if loaded:
-                    from shoal.training.microbatch.pipeline_step import run_stages  # imports half a second of torch
-
-                    batches = [one.batch() for one in loaded]
-                    parts.clock.mark("forward")
-                    run_stages(parts.pipeline, passes, [one.microbatch for one in loaded], batches, own=len(seen))
-            else:
-                own = fetched.data.num_microbatches if fetched.data is not None else 0
-                most = self._loader.most_microbatches(fetched.step) if meets else own
-                microbatches, is_read = fetched.microbatches(inputs), fetched.first is not None
-                for number in range(most):
-                    if number or not is_read:
-                        parts.clock.mark("data_wait")
-                    if number < own:
-                        current = next(microbatches)
-                        seen.append(current.microbatch.without_batch())
-                    else:
-                        filler = next(self._loader.fillers(fetched.step))
-                        current = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
-                    self._output = None  # for example, from a look
-                    passes.compute(current, last=number == most - 1, counts=number < own)
-
         try:
             if fetched.error is not None:
                 raise fetched.error
-            compute()
+            self._compute(passes, fetched, seen)
         except RedoError as redo:
             if meets:  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(
@@ -746,6 +630,8 @@ class StepRunner:
             proposal = redo.proposal
             if self._draws is not None and self._draws.is_unclear:
                 self._draws = None  # each step gets its own watch from now on
+        except PeerFailedError:
+            pass  # the sums say so
         except Exception as caught:
             # This rank cannot report its error if a peer is lost or waits within the same model: in a collective of
             # this microbatch, or for a stage that has not read its microbatches.
@@ -766,7 +652,47 @@ class StepRunner:
         else:
             if self._loader.looks_ahead:  # while the device computes and the sums are on their way
                 following = self.fetch(fetched.step + 1)
+        if self._global_loss is not None and (proposal is not None or error is not None):
+            self._global_loss.fail()
         return StepPasses(passes, seen, following, proposal, error)
+
+    def _compute(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
+        """Compute the microbatches and add them to `seen`. Their data are released on return, before the next fetch."""
+        parts, inputs, loader = self._parts, self._on_device, self._loader
+        meets = parts.strategy.syncs_every_microbatch
+
+        def filler() -> LoadedMicrobatch:
+            microbatch = next(loader.fillers(fetched.step))
+            return LoadedMicrobatch(microbatch, functools.partial(inputs, microbatch.batch))
+
+        if parts.pipeline is not None:
+            loaded = list(fetched.microbatches(inputs))
+            seen.extend(one.microbatch.without_batch() for one in loaded)
+            if meets:
+                loaded += [filler()] * (loader.most_microbatches(fetched.step) - len(loaded))
+            if loaded:
+                from shoal.training.microbatch.pipeline_step import run_stages  # imports half a second of torch
+
+                batches = [one.batch() for one in loaded]
+                parts.clock.mark("forward")
+                run_stages(parts.pipeline, passes, [one.microbatch for one in loaded], batches, own=len(seen))
+            return
+        own = fetched.data.num_microbatches if fetched.data is not None else 0
+        most = loader.most_microbatches(fetched.step) if meets else own
+        microbatches, is_read = fetched.microbatches(inputs), fetched.first is not None
+        if self._global_loss is not None:
+            fillers = [filler() for _ in range(own, most)]
+            microbatches, is_read = self._global_loss.microbatches(passes, microbatches, own, fillers), True
+        for number in range(most):
+            if number or not is_read:
+                parts.clock.mark("data_wait")
+            if number < own:
+                current = next(microbatches)
+                seen.append(current.microbatch.without_batch())
+            else:
+                current = filler()
+            self._output = None  # for example, from a look
+            passes.compute(current, last=number == most - 1, counts=number < own)
 
     def _with_gradient(self, step: int, total: Tensor) -> Tensor:
         """Return a total, or a zero with a gradient in its place, where the other ranks synchronize in the backward.

@@ -27,8 +27,9 @@ from shoal.parallel.base import Flags, Mark, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
+from shoal.training.microbatch.loss_pair import check_pair
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
-from shoal.training.microbatch.step import ForwardBackward, LoadedMicrobatch, LossComputer, StepParts, check_pair
+from shoal.training.microbatch.step import ForwardBackward, LoadedMicrobatch, LossComputer, StepParts
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
 from shoal.training.observer import Observer, StepClock

@@ -28,6 +28,7 @@ from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.outputs import batch_loss, microbatch_loss
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
@@ -36,6 +37,7 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
+from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
 from shoal.runs.directory import Fence
@@ -47,8 +49,9 @@ from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.step_modes import RunTrial
 from shoal.training.loop.trainer import Trainer, TrainingParts
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
+from shoal.training.microbatch.loss_pair import LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import LossComputer, LossPair, StepRunner
+from shoal.training.microbatch.step import LossComputer, StepRunner
 from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.observer import Observer, StepClock, StepListener
@@ -205,6 +208,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         return ready, data
 
     job, data = together(mesh, open_data)
+    if job.outputs is not None:  # also of plans that were judged without their job
+        refuse(conflicts(plan, ModelFacts(job.num_grains, job.grain_size, has_global_loss=True)))
     mapped_source = data.source if isinstance(data.source, MapSource) else None
     workers = plan.data.workers  # this rank's proposal
     if options.take_workers and not plan.serves and mapped_source is not None and data.workers is not None:
@@ -295,7 +300,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
                 mesh,
                 precision,
                 own,
-                {"loss": job.loss, **job.metrics},
+                {"loss": batch_loss(job), **job.metrics},
                 name=said_of(name),
                 divided=divided,
                 syncs_every_microbatch=strategy.syncs_every_microbatch,
@@ -473,7 +478,7 @@ def _build_model(
     """Build the model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
-        pair = LossPair(job.loss, precision)
+        pair = LossPair(microbatch_loss(job), precision)
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
         source = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         divided = collectively(mesh, True, lambda: divide(source, plan, mesh, precision))

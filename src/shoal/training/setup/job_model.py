@@ -37,6 +37,7 @@ from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.isolation import YieldingHooks, without_modes
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import is_strided, raw_bytes, replace_leaves, storage_key, tensors_in
+from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.deferred_init import InitRecorder, NotUnderstoodError, deferred
@@ -130,7 +131,7 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
     handles = [module.register_forward_pre_hook(keep) for module in lazy]
     try:
         with NoTrace(None, {"loss": job.loss}):
-            job.loss(model, batch)
+            microbatch_loss(job)(model, batch)
     except ShoalError:
         raise
     except Exception as error:
@@ -326,7 +327,7 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
     if is_convolutional(model):
         elements = max((-(-leaf.numel() // count) for leaf in tensors_in(batch)), default=1)
         if default_grains(job.global_batch, _MOST_SAVED * elements * feature_bytes) > FEW_GRAINS:  # else light anyway
-            sample_bytes = saved_bytes(job.loss, model, batch) / count or sample_bytes
+            sample_bytes = saved_bytes(microbatch_loss(job), model, batch) / count or sample_bytes
     num_grains = default_grains(job.global_batch, sample_bytes)
     weight = "light" if num_grains == FEW_GRAINS else "heavy"
     unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if sample_bytes >= size), ("kB", 1e3))

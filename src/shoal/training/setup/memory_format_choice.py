@@ -19,8 +19,9 @@ from shoal.jobs.job import Job
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
+from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
-from shoal.training.microbatch.step import LossPair
+from shoal.training.microbatch.loss_pair import LossPair
 
 # Relative tolerances for the loss and for all gradients together. Another order of sums changes some float32 units,
 # 1e-6; a norm over two samples multiplies that by a thousand. A model that confuses pixels with channels differs by 1.
@@ -39,7 +40,7 @@ def why_not_channels_last(job: Job, model: nn.Module, precision: Precision, data
         batch = small_batch(source, data.collate, data.bad_samples)
         if any(leaf.ndim == 4 and leaf.is_floating_point() for leaf in tensors_in(batch)):
             with NoTrace(model, {"loss": job.loss}) as no_trace:
-                return _difference(model, LossPair(job.loss, precision), precision, batch, no_trace)
+                return _difference(model, LossPair(microbatch_loss(job), precision), precision, batch, no_trace)
     return NO_IMAGES
 
 

@@ -78,11 +78,11 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
     if job.grains is None:
         grains = grains_of(job, model)
         job, why = replace(job, grains=grains.num_grains), grains.why
-    facts = ModelFacts(job.num_grains, job.grain_size)
+    facts = ModelFacts(job.num_grains, job.grain_size, has_global_loss=job.outputs is not None)
     if divided and model is not None:
         batch = one_grain(job) if plan.layout.context > 1 else None
-        facts = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
-        facts = replace(facts, repeats=bool(repeated_blocks(model)))
+        known = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
+        facts = replace(known, repeats=bool(repeated_blocks(model)), has_global_loss=facts.has_global_loss)
     return replace(judge(plan, facts, max_microbatch), why_grains=why)
 
 

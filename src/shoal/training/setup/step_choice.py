@@ -156,6 +156,8 @@ def _why_never(engine: Engine) -> str | None:
         return "parameter servers compute steps in parts"
     if plan.divides_model:
         return "each rank has a part of the model"
+    if engine.job.outputs is not None:
+        return "a loss over the global batch is computed in eager steps"
     return None if isinstance(engine.job.train_data.source, MapSource) else "the length of a stream is not known"
 
 

@@ -22,8 +22,9 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision, ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
+from shoal.training.microbatch.loss_pair import check_pair
 from shoal.training.microbatch.policy import GrainLoss, MicrobatchPolicy, ProbeResult, RedoError, refuse_other_losses
-from shoal.training.microbatch.step import LossComputer, check_pair
+from shoal.training.microbatch.step import LossComputer
 
 X = torch.linspace(-1, 1, 96).view(32, 3)
 Loss = Callable[[nn.Module, Any], Any]

@@ -1,0 +1,468 @@
+"""Loss over the global batch of a step: outputs of all grains, the loss of all of them, and its gradients by grain.
+
+A first pass computes the outputs of each microbatch without a graph. All ranks gather the outputs, compute the same
+loss of the whole batch, and differentiate it by the outputs. The second pass computes the outputs again and runs each
+microbatch's backward with the gradients by its own outputs. If a rank has one microbatch, its graph stays and the
+outputs are computed once. The scheme is that of GradCache (Gao et al., arXiv 2101.06983).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from shoal.data.loader import Loader, Microbatch
+from shoal.data.source import NoSamples
+from shoal.distributed.collectives.fixed_tree import TreeSum
+from shoal.errors import JobError, PeerError
+from shoal.numerics.generators import generators_kept, seed_everything
+from shoal.numerics.isolation import without_modes
+from shoal.numerics.operators import raw_bytes
+from shoal.numerics.outputs import (
+    BY_SAMPLE,
+    PARAMETER,
+    SUM,
+    GivenGradients,
+    GrainOutputs,
+    OutputsRequest,
+    widened_leaf,
+)
+from shoal.parallel.base import run_engine
+from shoal.plans.grains import random_key
+from shoal.training.microbatch.loss_pair import LossPair
+
+if TYPE_CHECKING:
+    from shoal.training.microbatch.step import ForwardBackward, LoadedMicrobatch, StepParts
+
+# Relative distance between outputs and the same outputs computed again: kernels of a GPU in 16 bits stay below it, and
+# dropout with another mask is far above it.
+_SAME_OUTPUTS = 2e-2
+# Reads of a tensor that need no values.
+_OF_SHAPE: frozenset[Any] = frozenset(
+    {Tensor.__len__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+    | {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
+)
+
+
+class PeerFailedError(PeerError):
+    """Another rank has failed in a first pass, so that the step has no loss. `Strategy.finish` reports the error."""
+
+
+@dataclass
+class _Part:
+    """Outputs and batch leaves of one microbatch of this rank."""
+
+    grain: int
+    size: int
+    outputs: GrainOutputs
+    batch: list[Any]
+
+
+@dataclass
+class _Solution:
+    """Loss of the global batch, its gradients by each output, and the first row of each microbatch by its grain."""
+
+    total: Tensor
+    weight: Tensor | float
+    gradients: list[Tensor | None]
+    starts: dict[int, int]
+
+
+@dataclass
+class _Step:
+    """This rank's part of one step: its microbatches, and the loss once all ranks have met."""
+
+    step: int
+    parts: dict[int, _Part] = field(default_factory=dict)
+    batch: TreeSpec | None = None
+    template: _Part | None = None
+    solution: _Solution | None = None
+    has_met: bool = False
+
+
+class GlobalLoss:
+    """Loss over the global batch of each step, for the microbatches of one rank."""
+
+    def __init__(self, parts: StepParts, loader: Loader) -> None:
+        self._parts, self._loader, self._mesh = parts, loader, parts.mesh
+        precision, self._job = parts.precision, parts.computer.job
+        # Without autocast: scores of 16 bits are coarser than the differences that such a loss is about.
+        self._pair = LossPair(self._job.loss, replace(precision, compute=precision.parameters))
+        self._read: set[int] = set()  # places of the batch's leaves whose values the loss has read
+        self._step = _Step(-1)
+
+    def begin(self, step: int, passes: ForwardBackward) -> None:
+        """Start a step, or start it again. The passes compute their losses through this object from now on."""
+        template, batch = self._step.template, self._step.batch
+        self._step = _Step(step, template=template, batch=batch)
+        passes.request = self._request
+
+    def microbatches(
+        self, passes: ForwardBackward, loaded: Iterator[LoadedMicrobatch], own: int, fillers: list[LoadedMicrobatch]
+    ) -> Iterator[LoadedMicrobatch]:
+        """Return the microbatches for the passes with a backward, after a first pass over them if it is needed.
+
+        `own`: number of microbatches of this rank. `fillers`: of weight zero, which keep the rank in step with others.
+        Raises: as `ForwardBackward.compute`; PeerFailedError.
+        Collective: the data ranks, unless each has one microbatch, whose pass is then the collective.
+        """
+        step = self._step
+        if own + len(fillers) == 1:
+            return loaded
+        stored = list(loaded)
+        for number, one in enumerate([*stored, *fillers]):
+            passes.forward(one, functools.partial(self._collect, one.microbatch, number < own))
+        if not own and step.template is None:
+            first = self._loader.first_grains(step.step, 1)
+            if first is None:
+                raise JobError(
+                    given="a first step with fewer grains than ranks, of a stream",
+                    conflict="a rank without samples does not know which outputs the others gather",
+                    remedy="use fewer devices, or a first step of a whole global batch",
+                )
+            with generators_kept():
+                passes.forward(self._loaded(first), functools.partial(self._collect, first, False))
+        self._parts.strategy.rest()
+        self._meet()
+        return iter(stored)
+
+    def _loaded(self, microbatch: Microbatch) -> LoadedMicrobatch:
+        from shoal.training.microbatch.step import LoadedMicrobatch
+
+        return LoadedMicrobatch(microbatch, lambda: self._parts.precision.inputs(microbatch.batch))
+
+    def fail(self) -> None:
+        """Report to the other ranks that this rank has no outputs, unless they have met. Collective: the data ranks."""
+        if not self._step.has_met:
+            self._step.has_met = True
+            self._mesh.gather_json({"failed": True})
+
+    def _request(self, microbatch: Microbatch, batch: Any, counts: bool) -> OutputsRequest:
+        if isinstance(batch, NoSamples):
+            raise JobError(
+                given="a collate function that drops all samples of a grain, with Job(outputs=...)",
+                conflict="the loss over the global batch compares the samples that the step's account counts",
+                remedy="drop samples from the dataset instead",
+            )
+        return OutputsRequest(batch, functools.partial(self._settle, microbatch, batch, counts))
+
+    def _collect(self, microbatch: Microbatch, counts: bool, batch: Any) -> OutputsRequest:
+        """Return the request of a first pass, which stores the outputs without their graph."""
+
+        def settle(outputs: Any) -> tuple[Tensor, float]:
+            self._add(microbatch, counts, batch, GrainOutputs.of(outputs, microbatch.num_samples))
+            return torch.zeros(()), 0.0
+
+        return replace(self._request(microbatch, batch, counts), settle=settle)
+
+    def _add(self, microbatch: Microbatch, counts: bool, batch: Any, outputs: GrainOutputs) -> None:
+        """Store the outputs and the batch of a microbatch that `counts`. Raises: JobError if they do not fit others."""
+        step = self._step
+        leaves, spec = tree_flatten(batch)
+        is_row = [
+            isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.size(0) == microbatch.num_samples for leaf in leaves
+        ]
+        leaves = [leaf if own else None for leaf, own in zip(leaves, is_row, strict=True)]
+        detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs.leaves]
+        part = _Part(microbatch.grains[0].index, microbatch.num_samples, replace(outputs, leaves=detached), leaves)
+        first = next(iter(step.parts.values()), None)
+        if first is None:
+            step.template, step.batch = part, spec
+        elif (first.outputs.spec, first.outputs.kinds) != (outputs.spec, outputs.kinds) or step.batch != spec:
+            raise _unlike("outputs or batches with other names or numbers of tensors in another grain")
+        if counts:
+            step.parts[part.grain] = part
+
+    def _settle(self, microbatch: Microbatch, batch: Any, counts: bool, outputs: Any) -> tuple[Tensor, Tensor | float]:
+        """Return the part of the loss of a microbatch, with the gradients by its outputs."""
+        step, grain = self._step, microbatch.grains[0].index
+        flat = GrainOutputs.of(outputs, microbatch.num_samples)
+        if step.solution is None:  # the only microbatch of this rank, and no first pass
+            self._add(microbatch, counts, batch, flat)
+            self._meet()
+        elif counts:
+            _refuse_other(step.parts[grain].outputs, flat)
+        assert step.solution is not None
+        total, weight = step.solution.total, step.solution.weight
+        start = step.solution.starts.get(grain, 0)
+        is_first = counts and start == 0
+        if not is_first:
+            total, weight = torch.zeros_like(total), 0.0
+        leaves, gradients = [], []
+        for leaf, kind, gradient in zip(flat.leaves, flat.kinds, step.solution.gradients, strict=True):
+            if not counts or gradient is None or not leaf.requires_grad or (kind == PARAMETER and not is_first):
+                continue
+            leaves.append(leaf)
+            gradients.append(gradient[start : start + microbatch.num_samples] if kind == BY_SAMPLE else gradient)
+        if leaves:
+            total = GivenGradients.apply(total, gradients, *leaves)  # type: ignore[no-untyped-call]
+        return total, weight
+
+    def _meet(self) -> None:
+        """Compute the loss of the global batch and its gradients. Collective: the data ranks."""
+        step, mark = self._step, self._parts.clock.mark
+        device = self._mesh.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        with (
+            without_modes(),
+            generators_kept(),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            self._parts.precision.products(),
+        ):
+            try:
+                mark("exposed_communication")
+                gathering = _Gathering(self._mesh, step)
+                step.has_met = True
+                gathering.exchange_layouts()
+                leaves = self._leaves(gathering)
+                mark("forward")
+                seed_everything(random_key(self._job.seed, "loss", step.step))
+                total, weight = self._loss(gathering, leaves)
+                inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+                by_input: Iterator[Tensor | None] = iter(())
+                if isinstance(total, Tensor) and total.requires_grad:
+                    by_input = iter(run_engine((total,), (torch.ones_like(total),), inputs, accumulate=False))
+                gradients = [
+                    next(by_input, None) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves
+                ]
+            finally:
+                if on_device is not None:
+                    torch.cuda.set_rng_state(on_device, device)
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        step.solution = _Solution(total.detach(), weight, gradients, gathering.starts)
+
+    def _leaves(self, gathering: _Gathering) -> list[Any]:
+        """Return the outputs of the global batch, each a leaf of the loss's graph."""
+        assert self._step.template is not None
+        outputs = self._step.template.outputs
+        whole = list(outputs.leaves)
+        places = [place for place, kind in enumerate(outputs.kinds) if kind == BY_SAMPLE]
+        for place, tensor in zip(places, gathering.rows(places), strict=True):
+            whole[place] = tensor
+        sums = [place for place, kind in enumerate(outputs.kinds) if kind == SUM]
+        for place, tensor in zip(sums, gathering.sums(sums, self._job.num_grains), strict=True):
+            whole[place] = tensor
+        leaves = []
+        for leaf in whole:
+            if isinstance(leaf, Tensor):
+                leaf = widened_leaf(leaf.detach())
+                leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+            leaves.append(leaf)
+        return leaves
+
+    def _loss(self, gathering: _Gathering, leaves: list[Any]) -> tuple[Tensor, Tensor | float]:
+        """Return (total, weight) of the global batch. All ranks compute the same.
+
+        Only leaves of the batch whose values the loss reads are gathered. The others have their shape and no values; a
+        first read of a value gathers it, and the loss is computed again.
+        """
+        assert self._step.template is not None
+        assert self._step.batch is not None
+        outputs, batch = self._step.template.outputs, gathering.shapes_of_batch()
+        known: set[int] = set()
+        while True:
+            missing = sorted(self._read - known)
+            for place, tensor in zip(missing, gathering.batch(missing), strict=True):
+                batch[place] = tensor
+            known = {*self._read}
+            reads = _Reads({id(leaf): place for place, leaf in enumerate(batch) if place not in known})
+            tree = tree_unflatten(batch, self._step.batch)
+            try:
+                with reads if reads.places else contextlib.nullcontext():
+                    pair = self._pair(outputs.tree(leaves), tree)
+            except Exception:
+                if not reads.read:
+                    raise
+            if not reads.read:
+                return pair
+            self._read |= reads.read
+
+
+class _Gathering:
+    """Gathering of one step's outputs and batches over the data ranks, each in the order of samples."""
+
+    def __init__(self, mesh: Any, step: _Step) -> None:
+        self._mesh, self._step = mesh, step
+        self._own = [step.parts[grain] for grain in sorted(step.parts)]
+        self._group = None  # all ranks have different grains
+
+    def exchange_layouts(self) -> None:
+        """Exchange the grains and the shapes of all ranks. Raises: PeerFailedError; JobError for unlike shapes."""
+        own = self._own
+        layouts = [[_layout(part.outputs.leaves[place]) for part in own] for place in self._places(BY_SAMPLE)]
+        batch = [[_layout(part.batch[place]) for part in own] for place in range(len(own[0].batch) if own else 0)]
+        rows = self._mesh.gather_json(
+            {
+                "grains": [[part.grain, part.size] for part in own],
+                "outputs": [_common(of_parts) for of_parts in layouts],
+                "batch": [_common(of_parts) for of_parts in batch],
+            }
+        )
+        if any("failed" in row for row in rows):
+            raise PeerFailedError(
+                given="another rank", conflict="it has failed in this step", remedy="read its own message"
+            )
+        self.holders = [[grain for grain, _ in row["grains"]] for row in rows]
+        self._sizes = [sum(size for _, size in row["grains"]) for row in rows]
+        sizes = dict(sorted(pair for row in rows for pair in row["grains"]))
+        self.num_rows = sum(sizes.values())
+        self.starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+        in_turn = [grain for holder in self.holders for grain in holder]
+        self._order = None
+        if in_turn != sorted(in_turn):
+            places = dict(zip(in_turn, torch.arange(self.num_rows).split([sizes[g] for g in in_turn]), strict=True))
+            self._order = torch.cat([places[grain] for grain in sorted(places)])
+        holding = [row for row in rows if row["grains"]]
+        self._outputs = [_common(list(column)) for column in zip(*(row["outputs"] for row in holding), strict=True)]
+        self._batch = [_common(list(column)) for column in zip(*(row["batch"] for row in holding), strict=True)]
+        for place, layout in zip(self._places(BY_SAMPLE), self._outputs, strict=True):
+            if layout is None:
+                assert self._step.template is not None
+                raise _unlike(
+                    f"{self._step.template.outputs.names[place]} with another shape or dtype in another grain"
+                )
+
+    def _places(self, kind: str) -> list[int]:
+        assert self._step.template is not None
+        return [place for place, own in enumerate(self._step.template.outputs.kinds) if own == kind]
+
+    def rows(self, places: Sequence[int]) -> list[Tensor]:
+        """Return outputs by sample of the global batch. Collective: the data ranks, one all-gather."""
+        own = [[part.outputs.leaves[place] for part in self._own] for place in places]
+        return self._gathered(own, [layout for layout in self._outputs if layout is not None])
+
+    def batch(self, places: Sequence[int]) -> list[Tensor]:
+        """Return leaves of the global batch. Collective: the data ranks, one all-gather unless `places` is empty."""
+        layouts = [self._batch[place] for place in places]
+        own = [[part.batch[place] for part in self._own] for place in places]
+        return self._gathered(own, [layout for layout in layouts if layout is not None])
+
+    def shapes_of_batch(self) -> list[Any]:
+        """Return the leaves of the global batch without values."""
+        return [
+            torch.empty((self.num_rows, *layout[1]), dtype=getattr(torch, layout[0]), device="meta")
+            if layout is not None
+            else NotGathered()
+            for layout in self._batch
+        ]
+
+    def _gathered(self, own: list[list[Tensor]], layouts: list[tuple[str, list[int]]]) -> list[Tensor]:
+        if not layouts:
+            return []
+        mesh, device = self._mesh, self._mesh.device
+        if mesh.world_size == 1:
+            return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in own]
+        widths = [math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in layouts]
+        sent = torch.zeros(max(self._sizes) * sum(widths), dtype=torch.uint8, device=device)
+        if self._own:
+            mine = torch.cat([raw_bytes(part.contiguous()) for parts in own for part in parts])
+            sent[: len(mine)] = mine
+        through = sent.cpu() if mesh.through_host else sent
+        blocks = [torch.empty_like(through) for _ in range(mesh.world_size)]
+        dist.all_gather(blocks, through, group=self._group)
+        whole, before = [], 0
+        for (kind, shape), width in zip(layouts, widths, strict=True):
+            pieces = [
+                block[before * size : (before + width) * size] for block, size in zip(blocks, self._sizes, strict=True)
+            ]
+            before += width
+            rows = torch.cat(pieces).to(device).view(getattr(torch, kind)).reshape(self.num_rows, *shape)
+            whole.append(rows if self._order is None else rows[self._order.to(device)])
+        return whole
+
+    def sums(self, places: Sequence[int], num_grains: int) -> list[Tensor]:
+        """Return sums over the samples of the global batch, added in the tree of the gradients. Collective: all ranks.
+
+        A microbatch of several grains takes the place of its first grain.
+        """
+        assert self._step.template is not None
+        like = [widened_leaf(self._step.template.outputs.leaves[place]) for place in places]
+        whole: dict[int, Tensor] = {}
+        for kind in sorted({leaf.dtype for leaf in like}, key=str):
+            numbers = [number for number, leaf in enumerate(like) if leaf.dtype == kind]
+            lengths = [like[number].numel() for number in numbers]
+            tree = TreeSum(num_grains, torch.empty(sum(lengths), dtype=kind, device=self._mesh.device))
+            for part in self._own:
+                own = [widened_leaf(part.outputs.leaves[places[number]]).reshape(-1) for number in numbers]
+                tree.add(part.grain, torch.cat(own))
+            flat = tree.total(self.holders, self._mesh.rank)
+            for number, values in zip(numbers, flat.split(lengths), strict=True):
+                whole[number] = values.clone().reshape(like[number].shape)
+        return [whole[number] for number in range(len(places))]
+
+
+class _Reads(TorchFunctionMode):
+    """Context that records the leaves, given by id, whose values a function of torch reads."""
+
+    def __init__(self, places: Mapping[int, int]) -> None:
+        super().__init__()
+        self.places, self.read = places, set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _OF_SHAPE:
+            self.read.update(self.places[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.places)
+        return func(*args, **kwargs)
+
+
+class NotGathered:
+    """Part of a batch that is no tensor by sample, so that the loss over the global batch does not receive it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise JobError(
+            given=f"a loss over the global batch that reads {name} of a part of the batch which is no tensor by sample",
+            conflict="the batches of the grains are joined along the samples; this part has no such dim, or another "
+            "shape in each grain",
+            remedy="return what the loss needs of it from Job(outputs=...), as a tensor by sample",
+        )
+
+
+def _layout(leaf: Any) -> tuple[str, list[int]] | None:
+    """Return dtype and shape of a row, or None for what is no tensor by sample."""
+    return (str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
+
+
+def _common(layouts: Sequence[Any]) -> Any:
+    """Return the layout that all have, or None."""
+    return layouts[0] if layouts and all(list(one or ()) == list(layouts[0] or ()) for one in layouts) else None
+
+
+def _unlike(given: str) -> JobError:
+    return JobError(
+        given=given,
+        conflict="the outputs of all grains are joined along the samples to those of the global batch",
+        remedy="return the same tensors for every batch, with rows of one shape: pad them to a fixed length, or reduce "
+        "them to what the loss compares",
+    )
+
+
+def _refuse_other(first: GrainOutputs, again: GrainOutputs) -> None:
+    """Refuse outputs that differ from those of the first pass, from which the gradients are. Raises: JobError."""
+    for name, one, two in zip(first.names, first.leaves, again.leaves, strict=True):
+        if not isinstance(one, Tensor):
+            continue
+        two = two.detach()
+        if one.shape == two.shape and bool(
+            torch.linalg.vector_norm((one - two).float()) <= _SAME_OUTPUTS * torch.linalg.vector_norm(one.float())
+        ):
+            continue
+        if one.shape == two.shape and not bool(torch.isfinite(one).all()):
+            continue  # the step reports it
+        raise JobError(
+            given=f"{name}, which has other values when the same microbatch is computed again",
+            conflict="the gradients of a loss over the global batch belong to the outputs of the first computation",
+            remedy="draw with torch's functions alone, write into no tensor of the batch, and keep no state between "
+            "forwards; or use one microbatch a rank, whose outputs are computed once",
+        )

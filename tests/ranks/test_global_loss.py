@@ -1,0 +1,355 @@
+"""Losses over the global batch: plain torch's numbers with the whole batch, on any layout that divides the batch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.launching import EXAMPLES, Run, run_all
+from tests.usual import needs_zero23, parametrize
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import JobError, PlanError, ShoalError
+from shoal.numerics.outputs import Summed
+from shoal.plans.resolve import complete
+from shoal.training.microbatch import global_loss
+from shoal.training.microbatch.global_loss import GlobalLoss
+from shoal.training.microbatch.step import ForwardBackward
+from shoal.training.observe.trace.traces import StepTrace, read
+from shoal.training.setup.job_model import seeded_model
+from shoal.verification.forked import trace_forked
+from shoal.verification.judge import Verdict, judge_traces
+
+sys.path.append(str(EXAMPLES))
+import global_losses as examples
+
+pytestmark = pytest.mark.ranks
+
+JOBS = ("clip", "simclr", "supcon", "triplets", "vicreg", "barlow", "experts")
+
+
+def plan(layout: dict[str, int], **sections: dict[str, Any]) -> shoal.Plan:
+    return shoal.Plan().with_sections(layout=layout, **sections)
+
+
+def job_of(name: str, **settings: Any) -> shoal.Job:
+    """Without dropout, whose masks plain torch does not draw."""
+    job: shoal.Job = getattr(examples, name)(**settings)
+    build = job.model
+
+    def without_dropout() -> nn.Module:
+        model = build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return replace(job, model=without_dropout, shuffle=False)
+
+
+def traced(job: shoal.Job, wanted: shoal.Plan, folder: Path) -> StepTrace:
+    """The first step of the ranks."""
+    whole = complete(wanted, job.num_grains, job.grain_size)
+    trace_forked(lambda: job, whole, folder, 1)
+    return read(folder / "parallel", 0, whole.layout.world_size)
+
+
+def plain(job: shoal.Job) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of the first step in plain torch, of the whole batch at once."""
+    model = seeded_model(job)
+    model.train()
+    batch = tuple(tensor[: job.global_batch] for tensor in job.train_data)
+    assert job.outputs is not None
+    leaves = job.outputs(model, batch)
+    outputs = torch.utils._pytree.tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Summed) else leaf, leaves)
+    total, weight = job.loss(outputs, batch)
+    (total / weight).backward()
+    return float(total / weight), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_plain(job: shoal.Job, trace: StepTrace) -> None:
+    loss, gradients = plain(job)
+    assert trace.loss == pytest.approx(loss, rel=1e-5)
+    found = trace.phase("reduction")
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@parametrize("name", JOBS, usual=["clip", "barlow"])
+@parametrize("ranks", [1, 2, 3], usual=["2"])
+def test_plain_torch_on_the_whole_batch(name: str, ranks: int, tmp_path: Path) -> None:
+    job = job_of(name)
+    assert_plain(job, traced(job, plan({"data": ranks}), tmp_path))
+
+
+@parametrize("name", JOBS, usual=["clip", "barlow"])
+def test_plain_torch_where_outputs_are_computed_twice(name: str, tmp_path: Path) -> None:
+    job = job_of(name)
+    assert_plain(job, traced(job, plan({"data": 2}, batch={"grains_per_microbatch": 1}), tmp_path))
+
+
+def test_the_published_value_on_ranks_that_see_only_a_half(tmp_path: Path) -> None:
+    """The mean of both halves is 0.335195, and of four quarters 0.128564."""
+    k = torch.arange(1, 33, dtype=torch.float64)
+    x = (k * k).sin().view(8, 4)
+    y = x + 0.5 * (k * k + k).cos().view(8, 4)
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(10.0))
+
+    job = shoal.Job(
+        model=Same,
+        outputs=lambda m, b: (F.normalize(b[0] * (m.scale / 10), dim=1), F.normalize(b[1], dim=1), m.scale),
+        loss=lambda outputs, b: (examples.clip_loss(*outputs) * 8, 8),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=(x.float(), y.float()),
+        global_batch=8,
+        grains=4,
+    )
+    for ranks in (2, 4):
+        trace = traced(job, plan({"data": ranks}), tmp_path / str(ranks))
+        assert trace.loss == pytest.approx(0.424633, abs=2e-6)
+
+
+PLANS = {
+    "ZeRO-1": plan({"shard": 2}, shard={"level": "optimizer"}),
+    "ZeRO-2": plan({"shard": 2}, shard={"level": "gradients"}),
+    "ZeRO-3, uneven": plan({"shard": 3}, shard={"level": "parameters"}, batch={"grains_per_microbatch": 2}),
+    "bfloat16": plan({"data": 2}, precision={"compute": "bfloat16"}, batch={"grains_per_microbatch": 2}),
+    "float16": plan({"data": 2}, precision={"compute": "float16", "loss_scale": "dynamic"}),
+    "three ranks, accumulated": plan({"data": 3}, batch={"grains_per_microbatch": 1}),
+    "exact": plan({"data": 3}, execution={"exact": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_zero23()) if n[:6] in ("ZeRO-2", "ZeRO-3") else n for n in PLANS]
+)
+def test_verified_on_each_layout(name: str) -> None:
+    """With dropout, which both passes have to draw alike."""
+    verdict = shoal.verify(examples.clip(epochs=1), PLANS[name], steps=2)
+    assert verdict.verified, verdict.render()
+
+
+def test_one_hash_on_any_number_of_devices(tmp_path: Path) -> None:
+    for name in ("clip", "barlow"):
+        settings = {"epochs": 1.0, "batch": 48}
+        ends = run_all(
+            [
+                Run(
+                    f"{EXAMPLES / 'global_losses.py'}:{name}", tmp_path / f"{name}{n}", n, exact=True, settings=settings
+                )
+                for n in (1, 2, 3, 4)
+            ]
+        )
+        results = [ended.expect(0).result for ended in ends]
+        for key in ("weights_sha256", "metrics", "train_loss", "sample_digest"):
+            assert len({str(result[key]) for result in results}) == 1, (name, key)
+
+
+# ---------------------------------------------------------------------------------------------------------- planted
+
+
+def verdict_on(patched: pytest.MonkeyPatch, folder: Path, job: shoal.Job, wanted: shoal.Plan) -> Verdict:
+    """The ranks have what is patched, and the references have not."""
+    whole = complete(wanted, job.num_grains, job.grain_size)
+    trace_forked(lambda: job, whole, folder, 2)
+    patched.undo()
+    return judge_traces(job, whole, folder)
+
+
+def solved(patch: pytest.MonkeyPatch, change: Any) -> None:
+    """Changes the solution of every step."""
+    meet = GlobalLoss._meet
+
+    def met(self: GlobalLoss) -> None:
+        meet(self)
+        change(self, self._step.solution)
+
+    patch.setattr(GlobalLoss, "_meet", met)
+
+
+def divided_by_the_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The whole loss on each rank, gathered without gradient, and DDP's mean."""
+
+    def change(self: GlobalLoss, solution: Any) -> None:
+        solution.gradients = [None if g is None else g / 2 for g in solution.gradients]
+
+    solved(patch, change)
+
+
+def temperature_times_the_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The customary cure of the bug above: the loss times the number of ranks."""
+
+    def change(self: GlobalLoss, solution: Any) -> None:
+        solution.gradients[-1] = solution.gradients[-1] * 2
+
+    solved(patch, change)
+
+
+def gathered_without_gradient(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's loss is that of its own rows against all columns; no gradient comes back from others' rows."""
+    pair = global_loss.LossPair.__call__
+
+    def own_rows(self: Any, outputs: Any, batch: Any) -> Any:
+        total, weight = pair(self, outputs, batch)
+        if isinstance(outputs, tuple) and total.requires_grad:
+            half = len(outputs[0]) // 2
+            kept = slice(0, half) if torch.distributed.get_rank() == 0 else slice(half, None)
+            scores = 5.0 * outputs[0] @ outputs[1].T
+            part = F.cross_entropy(scores[kept], torch.arange(len(scores))[kept], reduction="sum")
+            total = part + (total - part).detach()
+        return total, weight
+
+    patch.setattr(global_loss.LossPair, "__call__", own_rows)
+
+
+def filled_with_the_first(patch: pytest.MonkeyPatch) -> None:
+    rows = global_loss._Gathering.rows
+
+    def filled(self: Any, places: Any) -> Any:
+        found = rows(self, places)
+        for tensor in found:
+            tensor[-1] = tensor[0]
+        return found
+
+    patch.setattr(global_loss._Gathering, "rows", filled)
+
+
+def other_masks_in_the_second_pass(patch: pytest.MonkeyPatch) -> None:
+    forward = ForwardBackward.forward
+
+    def elsewhere(self: ForwardBackward, loaded: Any, request: Any) -> None:
+        microbatch = loaded.microbatch
+        step, microbatch.step = microbatch.step, microbatch.step + 1000
+        try:
+            forward(self, loaded, request)
+        finally:
+            microbatch.step = step
+
+    patch.setattr(ForwardBackward, "forward", elsewhere)
+
+
+def one_way() -> shoal.Job:
+    """InfoNCE in one direction, on two towers without dropout."""
+
+    def loss(outputs: Any, data: Any) -> Any:
+        scores = 5.0 * outputs[0] @ outputs[1].T
+        return F.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
+
+    return replace(job_of("simclr"), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("plant", "make"),
+    [
+        (divided_by_the_ranks, lambda: job_of("clip")),
+        (temperature_times_the_ranks, lambda: job_of("clip")),
+        (gathered_without_gradient, one_way),
+        (filled_with_the_first, lambda: job_of("clip")),
+    ],
+    ids=lambda value: getattr(value, "__name__", "job"),
+)
+def test_verify_catches(plant: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    verdict = verdict_on(monkeypatch, tmp_path, make(), plan({"data": 2}))
+    assert not verdict.verified, verdict.render()
+    assert verdict.failed[0].phase in ("loss", "backward"), verdict.render()
+
+
+def test_dropout_that_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step itself refuses it; without that check verify catches it."""
+    job, wanted = examples.simclr(epochs=1), plan({"data": 2}, batch={"grains_per_microbatch": 1})
+    with monkeypatch.context() as patch:
+        other_masks_in_the_second_pass(patch)
+        with pytest.raises(ShoalError, match="other values when the same microbatch is computed again"):
+            verdict_on(patch, tmp_path / "refused", job, wanted)
+    with monkeypatch.context() as patch:
+        other_masks_in_the_second_pass(patch)
+        patch.setattr(global_loss, "_refuse_other", lambda first, again: None)
+        verdict = verdict_on(patch, tmp_path / "caught", job, wanted)
+    assert not verdict.verified, verdict.render()
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_layouts_that_have_no_whole_model_are_refused_before_the_first_step() -> None:
+    for axis in ("tensor", "pipeline", "context"):
+        with pytest.raises(PlanError, match=rf"layout.{axis} = 2"):
+            shoal.verify(examples.clip(), plan({axis: 2}), steps=1)
+    with pytest.raises(PlanError, match=r"execution.compile"):
+        shoal.verify(examples.clip(), plan({}, execution={"compile": "default"}), steps=1)
+
+
+def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
+    """Raised in the first pass and, with one microbatch a rank, in the only one."""
+
+    def outputs(model: nn.Module, data: Any) -> Any:
+        if bool((data[2] == 99).any()):
+            raise ValueError("an odd sample")
+        return model(data[0])
+
+    job = job_of("supcon")
+    labels = job.train_data[2].clone()
+    labels[60] = 99  # in the last grain of the first step
+    job = replace(job, outputs=outputs, train_data=(*job.train_data[:2], labels), eval_data=None)
+    for grains in (0, 1):
+        with pytest.raises(ShoalError, match="an odd sample"):
+            traced(job, plan({"data": 2}, batch={"grains_per_microbatch": grains}), tmp_path / str(grains))
+
+
+def test_rows_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    def outputs(model: nn.Module, data: Any) -> Any:
+        return model(data[0])[:, : 4 if bool((data[2] == 99).any()) else 8]
+
+    job = job_of("supcon")
+    labels = job.train_data[2].clone()
+    labels[60] = 99
+    job = replace(job, outputs=outputs, train_data=(*job.train_data[:2], labels), eval_data=None, fuse=False)
+    with pytest.raises(JobError, match="another shape or dtype in another grain"):
+        traced(job, plan({"data": 2}), tmp_path)
+
+
+def test_only_what_the_loss_reads_of_a_batch_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    batch = global_loss._Gathering.batch
+
+    def noted(self: Any, places: Any) -> Any:
+        seen.extend(places)
+        return batch(self, places)
+
+    def loss(outputs: Any, data: Any) -> Any:
+        if 0 in seen or 1 in seen:
+            raise ValueError("images were gathered")
+        return examples.sup_con(outputs[: len(data[0])], data[2], 0.2)
+
+    monkeypatch.setattr(global_loss._Gathering, "batch", noted)
+    job = replace(job_of("supcon"), loss=loss, eval_data=None)
+    assert traced(job, plan({"data": 2}), tmp_path).weight > 0
+
+
+def test_evaluation_and_predictions(tmp_path: Path) -> None:
+    """The loss of an evaluation is that of batches of `global_batch` samples, in order, on any number of ranks."""
+    job = job_of("clip", epochs=1.0)
+    file = f"{EXAMPLES / 'global_losses.py'}:clip"
+    ends = run_all([Run(file, tmp_path / str(n), n, settings={"epochs": 1.0}) for n in (1, 2)])
+    one, two = (ended.expect(0).result["metrics"]["loss"] for ended in ends)
+    assert one == pytest.approx(two, rel=1e-4)
+    model = seeded_model(job)
+    model.load_state_dict(shoal.load(tmp_path / "1"))
+    model.eval()
+    assert job.outputs is not None
+    with torch.no_grad():
+        batches = [tuple(t[start : start + 64] for t in job.eval_data) for start in (0, 64)]
+        pairs = [job.loss(job.outputs(model, batch), batch) for batch in batches]
+    assert one == pytest.approx(float(sum(t for t, _ in pairs)) / sum(w for _, w in pairs), rel=1e-5)
