@@ -136,6 +136,11 @@ def judged(expected: dict[str, str], row: dict[str, Any], right: dict[str, Any])
     return {"caught": how, "finding": finding, "step": step, "placed": finding["phase"] in phases and module}
 
 
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether a row is of a right run: without a fault, or with what only looks like one."""
+    return not row["fault"] or row["fault"].endswith("_ok")
+
+
 def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
     """Returns the page of all scores."""
     lines = [
@@ -151,11 +156,11 @@ def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
     ]
     for label, record in records.items():
         rows = {(row["script"], row["fault"]): row for row in record["rows"] if row["fault"] or row["seed"] == 0}
-        right = [row for row in record["rows"] if not row["fault"]]
+        right = [row for row in record["rows"] if is_right(row)]
         marks, faults = [], []
         for one in expected:
             row = rows.get((one["script"], one["fault"]))
-            if row is None:
+            if row is None or is_right(one):
                 continue
             mark = judged(one, row, rows.get((one["script"], ""), {}))
             marks.append(mark)
@@ -181,11 +186,13 @@ def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
             *faults,
         ]
         lines += ["", "| right script | runs | accused | errors | notes | seen |", "|---|---|---|---|---|---|"]
-        for script in dict.fromkeys(row["script"] for row in right):
-            own = [row for row in right if row["script"] == script]
+        for script, fault in dict.fromkeys((row["script"], row["fault"]) for row in right):
+            own = [row for row in right if (row["script"], row["fault"]) == (script, fault)]
             said = sorted({f"{note['phase']}, {note['name']}" for row in own for note in row.get("notes", [])})
             numbers = [len(own), sum(row["code"] == 1 for row in own), sum(row["code"] == 2 for row in own)]
-            lines.append(_cells(script, *numbers, "; ".join(said), _seen(own[0].get("coverage", {}))))
+            lines.append(
+                _cells(f"{script} {fault}".strip(), *numbers, "; ".join(said), _seen(own[0].get("coverage", {})))
+            )
     lines += ["", "*seen*: forwards replayed, gradients compared, updates repeated, losses weighed."]
     return "\n".join(lines) + "\n"
 
@@ -208,13 +215,15 @@ def main() -> None:
     asked = parser.parse_args()
     expected = list(csv.DictReader(HERE.joinpath("faults.csv").read_text().splitlines()))
     scripts = sorted({row["script"] for row in expected})
-    runs = [(script, "", seed) for seed in range(asked.seeds) for script in scripts]
-    runs[len(scripts) : len(scripts)] = [(row["script"], row["fault"], 0) for row in expected]
+    ways = [(script, "") for script in scripts] + [(row["script"], row["fault"]) for row in expected if is_right(row)]
+    runs = [(*way, seed) for seed in range(asked.seeds) for way in ways]
+    runs[len(ways) : len(ways)] = [(row["script"], row["fault"], 0) for row in expected if not is_right(row)]
     records = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
     ).stdout.strip()
     record = records.setdefault(asked.label, {"commit": head, "rows": []})
+    record["commit"] = head
     os.chdir(HERE)
     torch.set_num_threads(1)
     command.Child = Fork

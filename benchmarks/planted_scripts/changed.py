@@ -4,6 +4,7 @@ Names that end in `_ok` are no faults: every rank does the same, so that one pro
 """
 
 import argparse
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,10 @@ def change(net, rank, world, step, masks):
         elif args.fault in ("mask_ok", "mask_by_rank"):
             p.grad.mul_(masks[name])
         elif args.fault == "adaptive_ok" and p.ndim > 1:
-            norms, limits = p.grad.norm(dim=1, keepdim=True), 0.05 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
+            norms, limits = (
+                p.grad.norm(dim=1, keepdim=True),
+                0.05 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3),
+            )
             p.grad.mul_((limits / norms.clamp(min=1e-6)).clamp(max=1.0))
         elif args.fault == "centred_ok" and p.ndim > 1:
             p.grad -= p.grad.mean(dim=1, keepdim=True)
@@ -90,14 +94,14 @@ def main():
     net = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
     model = DistributedDataParallel(net) if args.fault != "lbfgs_alone" else net
     if args.fault == "narrow_ok":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if args.fault == "hook_sums":
         model.register_comm_hook(None, summed)
     own = torch.Generator().manual_seed(args.seed + (rank if args.fault == "mask_by_rank" else 0))
     masks = {name: (torch.rand(p.shape, generator=own) < 0.7).float() for name, p in net.named_parameters()}
     second = None
     if args.fault.startswith("lbfgs"):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.02, max_iter=4)
     elif args.fault.startswith("langevin"):
         optimizer = Langevin(model.parameters(), lr=0.1)
     elif args.fault == "second_ok":
@@ -115,7 +119,7 @@ def main():
         batches = list(loader)
         if args.fault == "join_ok":
             batches = batches[: len(batches) - 2 * rank]
-        with Join([model] if args.fault == "join_ok" else []):
+        with Join([model]) if args.fault == "join_ok" else contextlib.nullcontext():
             for inputs, labels in batches:
 
                 def closure(inputs=inputs, labels=labels):
@@ -129,6 +133,9 @@ def main():
                         second.zero_grad()
                     loss = F.cross_entropy(model(inputs), labels)
                     loss.backward()
+                    if args.fault == "lbfgs_ok":  # else each rank would end its search by its own loss
+                        loss = loss.detach() / world
+                        dist.all_reduce(loss)
                     return loss
 
                 if args.fault.startswith("lbfgs"):

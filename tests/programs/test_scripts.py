@@ -14,6 +14,7 @@ import shoal
 from shoal.programs import pytest_plugin
 
 HERE = Path(__file__).parent
+CHANGED = "../../benchmarks/planted_scripts/changed.py --batch-size 8"
 shoal_script = pytest_plugin.shoal_script  # also where the package is installed without it
 pytestmark = pytest.mark.ranks
 
@@ -85,6 +86,39 @@ def test_habits_of_right_scripts_are_notes(fault: str, phase: str, said: str, tm
     assert any(one["phase"] == phase and said in one["said"] for one in document["findings"]), output
 
 
+@pytest.mark.parametrize(
+    ("way", "phase", "unchecked"),
+    [
+        ("decay", "clipping", None),
+        ("late_hook", "backward", None),
+        ("zeroed", None, None),
+        ("lbfgs", None, "computes the loss several times"),
+        ("langevin", None, None),
+        ("second", None, "the update of 2 parameters, such as 4.bias: an optimizer that is none of torch's"),
+        pytest.param("mask", "clipping", None, marks=pytest.mark.slow),
+        pytest.param("adaptive", "clipping", None, marks=pytest.mark.slow),
+        pytest.param("tenth", "clipping", None, marks=pytest.mark.slow),
+        pytest.param("noise", "clipping", None, marks=pytest.mark.slow),
+        pytest.param("join", None, "steps after one rank has no more samples", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_script_does_to_gradients_on_all_ranks_is_no_fault(
+    way: str, phase: str | None, unchecked: str | None, tmp_path: Path
+) -> None:
+    words = ("--steps", "10" if way == "join" else "4")
+    code, document, output = verified(tmp_path, f"{CHANGED} --fault {way}_ok", *words)
+    assert (code, document["verdict"]) == (0, "verified"), output
+    assert {one["phase"] for one in document["findings"]} == ({phase} if phase else set()), output
+    assert any((unchecked or "") in words for words in document["coverage"]["unchecked"]), output
+    assert document["coverage"]["gradients"] >= 48
+
+
+@pytest.mark.parametrize("how", ["columns", "experts", "experts-alike", "stages"])
+def test_a_model_divided_by_hand_is_refused(how: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"by_hand.py {how}")
+    assert (code, document, "parts of a model that a script makes by hand" in output) == (2, {}, True), output
+
+
 @pytest.mark.parametrize("fault", ["exchanges", "gathered"])
 def test_a_forward_that_exchanges_values_is_not_replayed(fault: str, tmp_path: Path) -> None:
     code, document, output = verified(tmp_path, f"ddp.py --batch 8 --fault {fault}")
@@ -140,6 +174,8 @@ def test_what_has_no_cpu_is_named(fault: str, tmp_path: Path) -> None:
         ("tensor.py --fault samples", "data", "compute parts of one forward"),
         ("tensor.py --fault twice", "reduction", "2 times the mean"),
         ("gpus.py --fault inner", "reduction", "the rank's own gradient"),
+        (f"{CHANGED} --fault noise_by_rank", "reduction", "from the mean over 2 ranks"),
+        (f"{CHANGED} --fault langevin_by_rank", "replicas", "different weights after the update"),
     ],
 )
 def test_a_fault_is_found_at_its_place(script: str, phase: str, said: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.programs.check import Evidence, Finding
+from shoal.programs.check import Evidence, Finding, unlike_parts
 from shoal.report.quantities import several
 
 # Cause and remedy of each finding.
@@ -37,6 +37,22 @@ def differences(evidence: Evidence) -> Iterator[Finding]:
             if f"{finding.phase} {finding.name}" not in reported:
                 reported.add(f"{finding.phase} {finding.name}")
                 yield finding
+
+
+def divided_by_hand(records: list[dict[str, Any]]) -> str:
+    """Return how the script's own exchanges divide a model among ranks, or nothing: such ranks cannot be compared."""
+    calls = ", ".join(sorted({name for record in records for name in record["exchanges"]}))
+    first = [record["steps"][0] for record in records if record["steps"]]
+    if not calls or len(first) < len(records):
+        return ""
+    shapes = [[(module["class"], module["shapes"]) for module in record["modules"]] for record in records]
+    if any(own != shapes[0] for own in shapes):
+        return f"ranks have other modules, and exchange values by {calls}"
+    begin = [step["calls"][0]["weights"] if step["calls"] else {} for step in first]
+    moved = any(name in calls for name in ("all_to_all", "send", "recv"))
+    if unlike_parts(first, begin) or (moved and unlike_parts(first, [step["after_digests"] for step in first])):
+        return f"ranks have other weights, and their forwards exchange values by {calls}"
+    return ""
 
 
 def _orders(evidence: Evidence) -> Iterator[Finding]:

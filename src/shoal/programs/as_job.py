@@ -55,6 +55,7 @@ class StepObserver(observer.ScriptRecorder):
 
     def __init__(self, folder: str, then: Callable[[ObservedJob], str]) -> None:
         super().__init__(folder, 1)
+        self.left = observer.LeftGradients(self.known, {"gradients have no values"})
         self._then = then
         self._restore: list[Callable[[], None]] = []
 
@@ -97,9 +98,9 @@ class StepObserver(observer.ScriptRecorder):
 
     def before_update(self, optimizer: Any) -> None:
         """Hand the Job over, write what comes of it, and end the process."""
-        if self._done:
+        if self.deaf:
             return
-        self._done = True
+        self.deaf.add("done")
         for restore in self._restore:
             restore()
         torch.set_default_dtype(torch.float32)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.programs.replay import distance, part, summed_gradient
+from shoal.report.quantities import several
 
 PHASES = (
     *("processes", "data", "initial weights", "forward", "loss", "backward"),
@@ -34,6 +35,10 @@ _SAMPLES = (
     "each rank reads the whole data in the same order: the loader has no DistributedSampler, or was not prepared by "
     "the framework",
     "DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
+)
+_SHARED = (
+    "the script gives each rank a part of the data, and the framework's sampler divides it again: a part is never read",
+    "give every rank the whole dataset, or the loader a sampler that does not divide it",
 )
 _EPOCH = ("set_epoch is not called", "call sampler.set_epoch(epoch) before each pass")
 _ORDER = (
@@ -89,6 +94,7 @@ _OWN_NORM = (
     "each rank clips by the norm of its own part",
     "clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
 )
+_FACTORS = "gradients are summed instead of averaged, or averaged twice"
 _UNREDUCED = "gradients are changed between the backward and the optimizer, or some are not reduced"
 _RATES = (
     "a scheduler is stepped on some ranks only, or follows a number that only one rank knows",
@@ -100,6 +106,22 @@ _LENGTH = ("the schedule's length or rate follows the number of processes", "cou
 _FACTOR = (
     "the loss is multiplied by a number that follows the number of processes",
     "divide by the samples of the whole batch alone",
+)
+_CLASSES = (
+    "classes are weighed by their numbers in each microbatch, so that samples weigh otherwise than in the whole batch",
+    "weigh classes by their numbers in the whole dataset",
+)
+_SMALLER = (
+    "a sum over the samples of a process, which the wrapper averages over processes",
+    "divide by the samples of the process, or leave it and scale the learning rate",
+)
+_MIXED = (
+    "zero_grad is not called, or comes before gradients that another update's backward makes",
+    "set gradients to zero before the first backward of the update",
+)
+_CHANGE = (
+    "the script changes gradients itself between the backward and the optimizer, which is not checked further",
+    "leave it if that is wanted",
 )
 _UNLIKE = (
     "losses have weights of their own, such as those of mixup, or a rank multiplies its own",
@@ -132,6 +154,7 @@ class Coverage:
     losses: int = 0
     samples: int = 0
     exchanging: int = 0  # forwards that no single process can repeat
+    unrepeated: int = 0  # updates that no other process can repeat
     unchecked: list[str] = field(default_factory=list)
 
     def leave_out(self, what: str) -> None:
@@ -166,6 +189,18 @@ class Evidence:
         for record in records:
             for words in record["unseen"]:
                 self.coverage.leave_out(words)
+            if record["num_unseen"]:
+                self.coverage.leave_out(
+                    f"what follows step {len(record['steps'])}: the record of a rank has reached its largest size"
+                )
+            if alone := record["alone"]:
+                self.coverage.leave_out(
+                    f"the update of {several(len(alone), 'parameter')}, such as {self.named(alone[0])}: an optimizer "
+                    "that is none of torch's makes it"
+                )
+        self.joins = any(record["joins"] for record in records)
+        if self.joins:
+            self.coverage.leave_out("steps after one rank has no more samples (Join)")
         for words in replay["failures"] if replay is not None else ():
             self.coverage.leave_out(words)
         if redirected := sum((Counter(record["redirected"]) for record in records), Counter[str]()):
@@ -204,8 +239,8 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _processes(evidence: Evidence) -> Iterator[Finding]:
-    counts = [len(record["steps"]) for record in evidence.records]
-    if len(set(counts)) > 1:
+    counts = [len(record["steps"]) + record["num_unseen"] for record in evidence.records]
+    if len(set(counts)) > 1 and not evidence.joins:
         few = counts.index(min(counts))
         said = f"ends after {counts[few]} optimizer steps, rank {counts.index(max(counts))} after {max(counts)}"
         yield Finding(min(counts), "processes", "number of steps", said, few, *_STEPS)
@@ -239,6 +274,10 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         said = f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}"
         yield Finding(number, "data", "samples", said, None, *_SAMPLES, fails=same == size)
         break
+    loaders = [record["loaders"][0] for record in evidence.records if record["loaders"]]
+    if len({one.get("subset") for one in loaders}) > 1 and all(one["shares"] > 1 for one in loaders):
+        said = f"ranks have parts of the data, and the loader divides each of them by {loaders[0]['shares']} once more"
+        yield Finding(loaders[0]["step"], "data", "dataset", said, None, *_SHARED)
     yield from _epochs(evidence, rows)
 
 
@@ -277,13 +316,13 @@ def _initial(evidence: Evidence) -> Iterator[Finding]:
     first = [record["steps"][0] for record in evidence.records if record["steps"]]
     if len(first) < len(evidence.records) or not all(step["calls"] for step in first):
         return
-    unlike = _unlike(first, [step["calls"][0]["weights"] for step in first])
+    unlike = unlike_parts(first, [step["calls"][0]["weights"] for step in first])
     if unlike:
         (key, rank), said = unlike[0], f"ranks begin with different weights; {len(unlike)} parameters"
         yield Finding(0, "initial weights", evidence.named(key), said, rank, *_BEGIN)
 
 
-def _unlike(steps: list[dict[str, Any]], digests: list[dict[str, str]]) -> list[tuple[str, int]]:
+def unlike_parts(steps: list[dict[str, Any]], digests: list[dict[str, str]]) -> list[tuple[str, int]]:
     """Return the parameters of which two ranks have different values of the same part, and the second rank."""
     unlike = []
     for key in digests[0]:
@@ -301,6 +340,7 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
     ranks = len(evidence.records)
     for number, steps in evidence.steps():
         by_place: dict[tuple[int, str], list[tuple[float, int]]] = {}
+        classes: dict[tuple[int, str], set[str]] = {}
         for step in steps:
             counts: Counter[int] = Counter()
             scale = _scale(step)
@@ -310,7 +350,12 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                 place = counts[loss["call"]]
                 counts[loss["call"]] += 1
                 weight = _total(loss) / scale / loss["count"]
+                classes.setdefault((place, loss["function"]), set()).add(loss["classes"])
                 by_place.setdefault((place, loss["function"]), []).append((weight, loss["count"]))
+        for (_, function), digests in classes.items():
+            if len(digests) > 1:
+                said = f"{len(digests)} forwards of one update weigh the classes differently"
+                yield Finding(number, "loss", f"weight of {function}", said, None, *_CLASSES, fails=False)
         for (_, function), weights in by_place.items():
             evidence.coverage.losses += len(weights)
             each = [abs(weight) for weight, _ in weights]
@@ -400,6 +445,11 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
                 said = f"a gradient is set to zero before an optimizer has got it{many}"
                 yield Finding(number, "backward", evidence.named(erased[0]), said, rank, *_ERASED, fails=False)
                 break
+        began, passes = steps[0]["began"], steps[0]["passes"].values()
+        if mixed := sum(bool(own) and own[0] <= began < own[-1] for own in passes):
+            said = f"the gradients of {several(mixed, 'parameter')} are from before the last update and from after it"
+            name = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
+            yield Finding(number, "backward", name, said, None, *_MIXED, fails=False)
         yield from _backward(evidence, number, steps, replayed)
         yield from _reduction(evidence, number, steps, replayed, scaled)
     # A mistaken mean is a whole number of times too large or too small.
@@ -415,7 +465,7 @@ def _backward(
     """Compare each rank's own gradients with those of the replay."""
     is_reported = False
     for rank, step in enumerate(steps):
-        for key in evidence.order:
+        for key in reversed(evidence.order):  # what is wrong in one layer is wrong in those before it
             mine, other = step["local"].get(key), replayed.get(rank, {}).get(key)
             if mine is None or other is None:
                 continue
@@ -427,25 +477,15 @@ def _backward(
                 yield Finding(number, "backward", evidence.named(key), said, rank, _PENALTY, fails=False)
 
 
-def _reduction(
-    evidence: Evidence,
-    number: int,
-    steps: list[dict[str, Any]],
-    replayed: dict[int, Any],
-    of_factor: list[tuple[float, Finding]],
-) -> Iterator[Finding]:
-    """Compare the gradients that the optimizer gets with the mean over ranks of their own."""
-    ranks = len(steps)
-    scale = _scale(steps[0])
-    failed: list[tuple[str, float, list[float]]] = []
-    scaled = True  # whether each failed part is a multiple of the mean
-    limits: list[float] = []  # by which each failed part may be clamped
+def _unlike_mean(
+    evidence: Evidence, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of which an optimizer gets another gradient than the mean over ranks of their own."""
+    ranks, scale = len(steps), _scale(steps[0])
     unseen: list[str] = []
-    silent = 0
     for key in evidence.order:
         have = [summed_gradient(steps, rank, key) for rank in range(ranks)]
         if all(g is None for g in have):
-            silent += any(replayed.get(rank, {}).get(key) is not None for rank in range(ranks))
             continue
         places = [step["places"].get(key) for step in steps]
         own = [step["local"].get(key) for step in steps]
@@ -455,75 +495,102 @@ def _reduction(
             unseen.append(evidence.named(key))
             continue
         mean = torch.stack([_of_group(evidence, group, steps, own) for group in evidence.groups]).mean(0) / scale
-        ratios: list[float] = []
-        worst = apart = 0.0
+        failure: dict[str, Any] = {"key": key, "worst": 0.0, "apart": 0.0, "ratios": [], "limits": [], "by_hand": True}
+        first: dict[str, Tensor] = {}
         for rank in range(ranks):
             mine = have[rank]
             if mine is None:
                 continue
             evidence.count_gradient(mine)
             carried = summed_gradient(steps, rank, key, "carried")  # where the script sets no gradient to zero
-            expected = part(mean, places[rank]) + (0.0 if carried is None else carried.double() / scale)
-            expected = _clipped(expected, steps[rank], key)
+            whole = part(mean, places[rank]) + (0.0 if carried is None else carried.double() / scale)
+            expected = _clipped(whole, steps[rank], key)
             got = mine.double() / (1.0 if steps[rank]["unscaled"] or scale == 1.0 else scale)
-            worst = max(worst, distance(got, expected))
-            if distance(got, expected) > evidence.tolerance:
+            error = distance(got, expected)
+            failure["worst"] = max(failure["worst"], error)
+            if error > evidence.tolerance:
                 limit = got.abs().max().item()
                 clamped = distance(got, expected.clamp(-limit, limit)) <= evidence.tolerance
-                limits.append(limit if clamped else math.inf)
+                failure["limits"].append(limit if clamped else math.inf)
             ratio = _ratio(got, expected)
-            ratios.append(ratio)
-            apart = max(apart, distance(got, ratio * expected) if math.isfinite(ratio) else 0.0)
-        if worst > evidence.tolerance:
-            failed.append((key, worst, ratios))
-            scaled = scaled and apart <= 5 * evidence.tolerance
+            failure["ratios"].append(ratio)
+            if math.isfinite(ratio):
+                failure["apart"] = max(failure["apart"], distance(got, ratio * expected))
+            # Changed by the script itself: the backward has left the mean, and ranks have equal values afterwards.
+            left = summed_gradient(steps, rank, key, "left")
+            was = [] if left is None else [left.double() / by for by in (1.0, scale, ranks, scale * ranks)]
+            is_mean = any(distance(one, of) <= evidence.tolerance for one in was for of in (whole, expected))
+            alike = distance(first.setdefault(str(places[rank]), got), got) <= evidence.tolerance
+            failure["by_hand"] &= (is_mean or bool(evidence.records[rank]["hooks"])) and alike
+        if failure["worst"] > evidence.tolerance:
+            yield failure
     if unseen:
         many = f" and {len(unseen) - 1} other parameters" if len(unseen) > 1 else ""
         evidence.coverage.leave_out(f"the reduction of {unseen[0]}{many}: its local gradients were not seen")
+
+
+def _reduction(
+    evidence: Evidence,
+    number: int,
+    steps: list[dict[str, Any]],
+    replayed: dict[int, Any],
+    of_factor: list[tuple[float, Finding]],
+) -> Iterator[Finding]:
+    """Say how the gradients that the optimizer gets differ from the mean over ranks of their own."""
+    ranks = len(steps)
+    silent = sum(any(own.get(key) is not None for own in replayed.values()) for key in evidence.order)
     if silent and not any(step["gradients"] or step["strange"] for step in steps):
         said = f"the optimizer gets no gradient, though the backward makes {silent}"
         yield Finding(number, "reduction", evidence.records[0]["modules"][0]["class"], said, None, *_SILENT)
+    failed = list(_unlike_mean(evidence, number, steps, replayed))
+    by_hand = all(one["by_hand"] for one in failed)
+    failed = failed if by_hand else [one for one in failed if not one["by_hand"]]
     if not failed:
         return
-    key, worst, ratios = failed[0]
+    key, worst = failed[0]["key"], failed[0]["worst"]
     own = [step["local"].get(key) for step in steps]
     have = [step["gradients"].get(key) for step in steps]
     name = evidence.named(key)
     many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
     if all(g is not None for g in (*own, *have)) and all(
-        distance(h.double(), _clipped(o.double() / scale, step, key)) <= evidence.tolerance
+        distance(h.double(), _clipped(o.double() / _scale(step), step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
         said = f"each rank's optimizer gets the rank's own gradient{many}"
         yield Finding(number, "reduction", name, said, None, *_ALONE)
         return
-    steady = [ratio for _, _, own_ratios in failed for ratio in own_ratios if math.isfinite(ratio) and ratio > 0.0]
-    by_rank = [[r[place] for _, _, r in failed if len(r) > place] for place in range(ranks)]
+    scaled = all(one["apart"] <= 5 * evidence.tolerance for one in failed)  # each is a multiple of the mean
+    by_rank = [[one["ratios"][rank] for one in failed if len(one["ratios"]) > rank] for rank in range(ranks)]
     by_rank = [[one for one in r if math.isfinite(one)] for r in by_rank]
-    constant = [
-        scaled and bool(r) and min(r) > 0.0 and max(r) / min(r) < 1.0 + 10 * evidence.tolerance for r in by_rank
-    ]
+    constant = scaled and all(r and min(r) > 0.0 and max(r) / min(r) < 1.0 + 10 * evidence.tolerance for r in by_rank)
     typical = [sum(r) / len(r) if r else math.nan for r in by_rank]
-    if all(constant) and steady and max(typical) / min(typical) > 1.0 + evidence.tolerance:
+    if constant and max(typical) / min(typical) > 1.0 + evidence.tolerance:
         shown = " and ".join(f"{t:.4g}" for t in typical)
         said = f"ranks' parts are the mean gradient times {shown}: one factor for each rank{many}"
         yield Finding(number, "clipping", name, said, None, *_OWN_NORM)
         return
-    if all(constant) and steady:
-        times = sum(typical) / len(typical)
+    times = sum(typical) / ranks
+    counts = {ranks, len(steps[0]["calls"]), ranks * len(steps[0]["calls"])} - {0, 1}
+    if constant and not (by_hand and all(abs(max(times, 1.0 / times) / n - 1.0) > 0.02 for n in counts)):
         loss = _total_weight(evidence, steps)
         if loss is not None and math.isclose(loss * times, 1.0, rel_tol=5 * evidence.tolerance):
             return  # the loss is divided by the whole batch, and gradients are summed
         said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}"
-        cause = "gradients are summed instead of averaged, or averaged twice" if times != 0 else ""
         remedy = f"divide by {ranks} once, or let the wrapper do it"
-        of_factor.append((times, Finding(number, "reduction", name, said, None, cause, remedy)))
+        of_factor.append((times, Finding(number, "reduction", name, said, None, _FACTORS, remedy)))
         return
-    if limits and max(limits) < math.inf and max(limits) - min(limits) <= 1e-5 * max(limits):
+    limits = [limit for one in failed for limit in one["limits"]]
+    if max(limits) < math.inf and max(limits) - min(limits) <= 1e-5 * max(limits):
         said = f"no element of the gradient is above {max(limits):.4g}, and the mean's are{many}"
         yield Finding(number, "clipping", name, said, None, *_BY_HAND, fails=False)
         return
     said = f"the gradient is {worst:.2g} of its size from the mean over {ranks} ranks{many}"
+    if by_hand:
+        said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}" if constant else said
+        through = ", ".join(sorted({hook for record in evidence.records for hook in record["hooks"]}))
+        cause = _CHANGE if not through else (f"gradients go through the script's own hook of DDP: {through}", "")
+        yield Finding(number, "clipping", name, f"{said}, and equal on all of them", None, *cause, fails=False)
+        return
     yield Finding(number, "reduction", name, said, None, _UNREDUCED)
 
 
@@ -565,7 +632,7 @@ def _schedule(evidence: Evidence) -> Iterator[Finding]:
 def _updates(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, Tensor] = {}  # of whole parameters, the newest recorded ones
     for number, steps in evidence.steps():
-        for key, rank in _unlike(steps, [step["after_digests"] for step in steps])[:1]:
+        for key, rank in unlike_parts(steps, [step["after_digests"] for step in steps])[:1]:
             said = "ranks have different weights after the update"
             yield Finding(number, "replicas", evidence.named(key), said, rank)
         changed = [
@@ -575,10 +642,11 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
             said = f"weights are not those after the last update; {len(changed)} parameters"
             yield Finding(number, "update", evidence.named(changed[0]), said, 0, _OUTSIDE, fails=False)
         updated = evidence.replayed[number]["updated"] if evidence.replayed is not None else None
-        if updated is None:
-            evidence.coverage.leave_out(
-                "updates by the script's own optimizer: one process of the script has none like it"
-            )
+        if updated is None and evidence.replayed is not None:
+            why = evidence.replayed[number]["unrepeated"]
+            evidence.coverage.unrepeated += bool(why)
+            why = why or "one process of the script has none like it"
+            evidence.coverage.leave_out(f"updates by the script's own optimizer: {why}")
         _store(values, steps, "weights")
         for key, mine in (updated or {}).items():
             before = values.get(key)
@@ -624,6 +692,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         rows = Counter(row for step in steps for call in step["calls"] for row in call["rows"])
         other_rows = Counter(row for call in single["calls"] for row in call["rows"])
         agree = rows == other_rows
+        findings += _smaller(evidence, number, steps, single, findings)
         if not agree and (rows.total() != other_rows.total() or record["by_metric"]):
             continue
         compared += 1
@@ -656,6 +725,22 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
             "the schedule's length: one process with the global batch reads other numbers of samples"
         )
     return findings
+
+
+def _smaller(
+    evidence: Evidence, number: int, steps: list[dict[str, Any]], single: dict[str, Any], before: list[Finding]
+) -> list[Finding]:
+    """Compare what all elements weigh together with one process that has as many of them."""
+    losses, other = [loss for step in steps for loss in step["losses"]], single["losses"]
+    same = sum(loss["count"] for loss in losses) == sum(loss["count"] for loss in other)
+    mine, alone, ranks = _total_weight(evidence, steps), _total_weight(evidence, [single]), len(steps)
+    if before or not same or not mine or not alone or any(loss["weighted"] for loss in (*losses, *other)):
+        return []
+    times = mine / alone
+    if not any(math.isclose(times, of, rel_tol=5 * evidence.tolerance) for of in (ranks, 1.0 / ranks)):
+        return []
+    said = f"{times:.4g} times that of as many elements in one process"
+    return [Finding(number, "loss", "weight of all elements", said, None, *_SMALLER, fails=False)]
 
 
 def _close(one: Any, other: Any, slack: float) -> bool:

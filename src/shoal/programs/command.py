@@ -20,7 +20,7 @@ import torch
 from shoal.distributed.process_setup import versions
 from shoal.errors import CommandError, ExitCode, folded, say_labelled
 from shoal.launch.supervise.child import Child
-from shoal.programs.apart import differences
+from shoal.programs.apart import differences, divided_by_hand
 from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order
 from shoal.programs.replay import read_records
 from shoal.report.quantities import several
@@ -39,6 +39,8 @@ _POLL_SECONDS = 0.05
 # Time of the others after the first process has failed or ended: they may wait for it in a collective call.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
 _LAST_LINES = 12
+# Bytes of all ranks' records, after which a rank records no further step.
+_MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Processes:
         words = script.words(world, batch)
         path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
         about = {"world": devices, "spawns": script.launcher == "python", "cpu": script.cpu}
+        about["room"] = min(_MOST_BYTES, shutil.disk_usage(folder).free // 2) // devices
         common = {
             "PYTHONPATH": path,
             "SHOAL_OBSERVER": json.dumps({"folder": str(folder.absolute()), **about, **options}),
@@ -195,6 +198,12 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 conflict=f"{several(len(records), 'process')} of it trained",
                 remedy="give the launcher that starts its processes, or {devices} as the script's own argument",
             )
+        if how := divided_by_hand(records):
+            raise CommandError(
+                given=f"--script {script.command!r}: {how}",
+                conflict="parts of a model that a script makes by hand are not compared, so that nothing is concluded",
+                remedy="verify it without that division, or divide it by torch's parallelize_module",
+            )
         recorded = [len(one["steps"]) for one in records]
         if not records or not max(recorded):
             said = "; ".join(record.last_lines(0)[-2:]) or "it printed nothing"
@@ -206,7 +215,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records))
         evidence = Evidence(records, replay)
-        if failed is not None:
+        if failed is not None and not evidence.joins:
             code = record.children[failed].process.returncode
             evidence.coverage.leave_out(
                 f"what follows step {evidence.num_steps}: rank {failed} ended with exit code {code}"
@@ -321,8 +330,8 @@ def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
     """Return "diverged", "verified", or "nothing seen" if too little was compared to say so."""
     if any(one.fails for one in findings):
         return "diverged"
-    forwards = coverage.forwards or coverage.exchanging
-    return "verified" if forwards and coverage.gradients and coverage.updates else "nothing seen"
+    forwards, updates = coverage.forwards or coverage.exchanging, coverage.updates or coverage.unrepeated
+    return "verified" if forwards and coverage.gradients and updates else "nothing seen"
 
 
 def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidence, seconds: float) -> list[str]:

@@ -20,6 +20,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,19 +50,6 @@ WRAPPERS = {
 }
 # Wrappers whose parameters and gradients cannot be read.
 UNREAD = {"DeepSpeedEngine"}
-OF_CLASSES = ("cross_entropy", "nll_loss")  # losses that ignore targets of one index
-LOSSES = (
-    *(*OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-)
-# Functions of torch.distributed that bring values of other ranks, and parts of torch that use them to shard parameters.
-EXCHANGES = (
-    *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "gather", "broadcast"),
-    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "all_to_all_single", "recv"),
-    *("batch_isend_irecv", "all_gather_object", "broadcast_object_list"),
-    *("all_gather_tensor", "all_gather_single", "reduce_scatter_single", "permute_tensor"),
-)
-SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._functional_collectives")
 # Bytes of an output's values that are kept; larger outputs are compared by samples of their elements.
 _MOST_OUTPUT = 1 << 20
 _WAIT_SECONDS = 60.0
@@ -102,10 +90,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 def row_digests(tensor: torch.Tensor) -> list[str]:
     """Return a digest of each row of a batch."""
+    if tensor.ndim == 0 or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+        return []
     with torch.no_grad():
         rows = parts.host_copy(tensor)
-        if rows.ndim == 0 or rows.layout != torch.strided or rows.is_nested or not rows.numel():
-            return []
         flat = rows.contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in flat]
 
@@ -134,6 +122,14 @@ def plain(value: Any) -> Any:
     return value if own is None else own(value)
 
 
+def fingerprint(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return what changes with a tensor's values on this rank: its place, its version, and the sum of its bits."""
+    values = parts.local(tensor)
+    values = values if values.layout == torch.strided else values.to_dense()
+    bits = values.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.int64))
+    return values.data_ptr(), values._version, int(bits.sum(dtype=torch.int64))
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of the process's random generators."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -154,6 +150,19 @@ def restore_random(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state((kind, words.numpy().astype("uint32"), *rest))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Return True if two recorded states of one random generator are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(same_state(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+def drawn_since(before: dict[str, Any]) -> list[str]:
+    """Return the generators that have drawn numbers since their states were noted."""
+    now = random_states()
+    return [name for name, state in before.items() if not same_state(state, now[name])]
 
 
 def sketch_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -195,6 +204,11 @@ class ScriptParts:
         own = [self.parts[key] for key in self.owners.get(id(tensor), ())]
         return [part for part in own if part.owner is tensor]
 
+    def keys_of_gradients(self, tensors: list[torch.Tensor]) -> list[str]:
+        """Return the parameters of which these are the gradients."""
+        wanted = {id(tensor) for tensor in tensors}
+        return [key for key, part in self.parts.items() if part.place is None and id(part.owner.grad) in wanted]
+
     def of_module(self, number: int) -> list[parts.ParameterPart]:
         """Return the parts of a module's parameters."""
         return [part for key, part in self.parts.items() if key.startswith(f"{number}:")]
@@ -213,16 +227,41 @@ class ScriptParts:
         return len(self.optimizers) - 1
 
 
+class LeftGradients:
+    """Gradients as the newest backward, or the newest call that is known, has left them; on the host."""
+
+    def __init__(self, known: ScriptParts, deaf: set[str]) -> None:
+        self._known, self._deaf = known, deaf
+        self._prints: dict[str, tuple[int, int, int]] = {}
+        self.values: dict[str, torch.Tensor] = {}
+
+    def look(self, keys: Iterable[str]) -> None:
+        """Note the gradients of these parameters as they are now."""
+        for key in () if self._deaf else set(keys) - set(self.unchanged(keys)):
+            gradient = self._known.parts[key].gradient()
+            if gradient is not None:
+                self._prints[key], self.values[key] = fingerprint(gradient), parts.host_copy(gradient)
+
+    def unchanged(self, keys: Iterable[str]) -> list[str]:
+        """Return those parameters whose gradients are still as they were left."""
+        gradients = {key: self._known.parts[key].gradient() for key in keys if key in self._prints}
+        return [key for key, g in gradients.items() if g is not None and fingerprint(g) == self._prints[key]]
+
+
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
     lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased")}
-    return {**lists, "unscaled": False, "weights": {}, "buffers": {}, "places": {}, "summed": {}, "carried": {}}
+    maps: dict[str, Any] = {
+        name: {} for name in ("weights", "buffers", "places", "summed", "carried", "left", "random")
+    }
+    # Backwards that came before the step, and how often an optimizer's closure computed the gradient in it.
+    return {**lists, **maps, "unscaled": False, "began": 0, "evaluations": 1}
 
 
 class ScriptRecorder:
     """Recorder of a rank's first steps."""
 
-    def __init__(self, folder: str, num_steps: int) -> None:
+    def __init__(self, folder: str, num_steps: int, room: float = float("inf")) -> None:
         self.folder, self.num_steps = folder, num_steps
         self.known = ScriptParts()
         self.steps: list[dict[str, Any]] = []
@@ -232,17 +271,27 @@ class ScriptRecorder:
         self.loaders: list[dict[str, Any]] = []
         self.thread = threading.local()
         self._stored: dict[str, str] = {}  # digest of each parameter's newest stored values
+        self._prints: dict[str, tuple[int, int, int]] = {}  # and their fingerprints
         self._local: dict[str, torch.Tensor] = {}
         self._passes: dict[str, list[int]] = {}
         self._large: dict[str, tuple[int, int]] = {}  # identity and version of each buffer's newest stored values
         self._spent: set[str] = set()  # parameters whose newest gradient an optimizer has got
         self._hooked: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}  # of the hooks
         self.num_backwards = 0
         self._in_backward = self.in_update = 0
         self._first_backward = -1  # the step in which the newest first backward was
         self.in_scaler = self.by_metric = False  # by_metric: a scheduler follows a number
         self.seconds = 0.0
-        self._done = False
+        self.deaf = set[str]()  # why nothing is recorded now: "done", "full", or a second gradient of one update
+        self.joins = False  # ranks may end before others: DDP's Join
+        self.exchanges = set[str]()  # functions by which the script's own forwards get values of other ranks
+        self.hooks = set[str]()  # of DDP, through which gradients are summed
+        self.room, self.num_unseen = room, 0  # bytes that the record may have yet; updates after it was full
+        self.left = LeftGradients(self.known, self.deaf)
+        self._begin: dict[str, str] = {}  # digest of each parameter's first stored values
+        self._trained = set[str]()  # parameters that have had gradients
+        self._random: dict[str, Any] = {}  # states of the generators before the newest update
         self._process = os.getpid()
         self.step = new_step()
         self.rank, self.world = parts.own_rank(), num_ranks()
@@ -257,9 +306,12 @@ class ScriptRecorder:
     def _store(self, into: dict[str, torch.Tensor], part: parts.ParameterPart) -> str:
         """Store a part's weights if they are not the newest stored ones; return their digest."""
         weights = part.weights()
-        now = digest(weights)
         if part.place is not None:
             self.step["places"][part.key] = part.place
+        state = fingerprint(weights)
+        now = self._stored[part.key] if self._prints.get(part.key) == state else digest(weights)
+        self._prints[part.key] = state
+        self._begin.setdefault(part.key, now)
         if self._stored.get(part.key) != now:
             self._stored[part.key] = now
             if parts.own_rank() == 0 or part.place is not None:
@@ -270,7 +322,7 @@ class ScriptRecorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Note the begin of a module's forward, before any of its own hooks. A backward may compute it again."""
-        if self._done or self._in_backward:
+        if self.deaf or self._in_backward:
             return
         if is_passed_by(module):
             self.unread.update(UNREAD & {type(module).__name__})
@@ -297,7 +349,8 @@ class ScriptRecorder:
             if part.owner.requires_grad and self._hooked.get(part.key) is not part.owner:
                 self._hooked[part.key] = part.owner
                 if part.place is None:
-                    part.owner.register_hook(functools.partial(self._gradient, part.key, part.owner))
+                    hook: Any = functools.partial(self._gradient, part.key, part.owner)
+                    self._handles[part.key] = part.owner.register_hook(hook)
             weights[part.key] = self._store(self.step["weights"], part)
             if part.dtype != part.weights().dtype:
                 dtypes[part.key] = str(part.dtype)
@@ -326,7 +379,7 @@ class ScriptRecorder:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self._done or self._in_backward or is_passed_by(module):
+        if self.deaf or self._in_backward or is_passed_by(module):
             return
         depth = self.thread.now = getattr(self.thread, "now", 1) - 1
         call = getattr(self.thread, "call", None)
@@ -346,7 +399,7 @@ class ScriptRecorder:
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         call["outputs"] = [sketch_of(t) for t in outputs]
         call["number"] = len(self.step["calls"])
-        call["draws"] = not torch.equal(call["random"]["torch"], torch.get_rng_state())
+        call["draws"] = drawn_since(call["random"])
         self.step["calls"].append(call)
         for place, tensor in enumerate(outputs):
             tensor.register_hook(functools.partial(self._output_gradient, call, place))
@@ -366,22 +419,31 @@ class ScriptRecorder:
         """Run a backward as torch does, and count it."""
         outer = not self._in_backward
         self.num_backwards += outer
-        if outer and not self._done and self._first_backward != len(self.steps):
+        if outer and not self.deaf and self._first_backward != len(self.steps):
             self._first_backward = len(self.steps)
             for part in self.known.parts.values():
                 before = part.gradient() if part.place is not None else None
                 if before is not None and parts.local(before).any():
                     self.step["carried"][part.key] = parts.host_copy(before)
+        for key, handle in self._handles.items() if outer else ():  # behind the hooks of the script's own
+            hooks: Any = self._hooked[key]._backward_hooks
+            if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the places in the dict
         self._in_backward += 1
         try:
             return run(*args, **kwargs)
         finally:
             self._in_backward -= 1
+            if outer:
+                self.left.look(self.known.parts)
 
     def _gradient(self, key: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self.deaf:
+            return
         began = time.perf_counter()
-        if parameter.grad is None:
+        if parameter.grad is None or (key in self._spent and not parts.host_copy(parameter.grad).any()):
             self.cleared([parameter])
+        self._trained.add(key)
         values = parts.host_copy(gradient)
         self._spent.discard(key)
         self._local[key] = self._local[key] + values if key in self._local else values
@@ -392,7 +454,7 @@ class ScriptRecorder:
 
     def cleared(self, parameters: Any) -> None:
         """Note that gradients are set to zero."""
-        for parameter in parameters:
+        for parameter in () if self.deaf else parameters:
             for part in self.known.of(parameter):
                 if part.key in self._local and part.key not in self._spent:
                     self.step["erased"].append(part.key)
@@ -403,7 +465,7 @@ class ScriptRecorder:
 
     def before_update(self, optimizer: Any) -> None:
         """Note gradients, rates and weights as the optimizer gets them."""
-        if self._done:
+        if self.deaf:
             return
         began = time.perf_counter()
         step = self.step
@@ -425,7 +487,11 @@ class ScriptRecorder:
                     gradient = part.gradient()
                     if gradient is None:
                         continue
-                    step["gradients"][part.key] = parts.host_copy(gradient)
+                    left = self.left.values.get(part.key)
+                    is_changed = left is None or not self.left.unchanged([part.key])
+                    step["gradients"][part.key] = parts.host_copy(gradient) if is_changed else left
+                    if is_changed and left is not None:
+                        step["left"][part.key] = left
                     self._spent.add(part.key)
                     summed = parts.place_of(gradient)
                     if summed is not None:
@@ -436,23 +502,32 @@ class ScriptRecorder:
             step["groups"].append({"names": names, "values": values})
         numbers = {call["module"] for call in step["calls"]}
         step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
+        self._random = random_states()
         self.seconds += time.perf_counter() - began
 
     def after_update(self, optimizer: Any) -> None:
         """Note weights after an update, and leave after the last step."""
-        if self._done or "groups" not in self.step:
+        if "full" in self.deaf:
+            self.num_unseen += 1
+        elif self.deaf or "groups" not in self.step:
             return
-        began = time.perf_counter()
-        after: dict[str, torch.Tensor] = {}
-        digests: dict[str, str] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                digests |= {part.key: self._store(after, part) for part in self.known.of(parameter)}
-        self.step["after"], self.step["after_digests"] = after, digests
-        self.steps.append(self.step)
-        self.step = new_step()
-        self.seconds += time.perf_counter() - began
-        if len(self.steps) >= self.num_steps:
+        else:
+            began = time.perf_counter()
+            if drawn_since(self._random):
+                self.step["random"] = self._random
+            after: dict[str, torch.Tensor] = {}
+            digests: dict[str, str] = {}
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    digests |= {part.key: self._store(after, part) for part in self.known.of(parameter)}
+            self.step["after"], self.step["after_digests"] = after, digests
+            self.steps.append(self.step)
+            self.room -= sum(tensor.nbytes for tensor in tensors_of(self.step))
+            if self.room < 0.0:
+                self.deaf.add("full")
+            self.step = {**new_step(), "began": self.num_backwards}
+            self.seconds += time.perf_counter() - began
+        if len(self.steps) + self.num_unseen >= self.num_steps:
             self.write()
             leave(self.folder, self.world)
 
@@ -462,18 +537,25 @@ class ScriptRecorder:
         """Drop what led to an update that a loss scaler has left out."""
         self._spent.update(self._local)
         same = ("weights", "buffers", "places")
-        self.step = {**new_step(), **{name: self.step[name] for name in same}}
+        self.step = {**new_step(), "began": self.num_backwards, **{name: self.step[name] for name in same}}
 
-    def write(self) -> None:
-        """Write the record. Later calls do nothing."""
-        path = os.path.join(self.folder, f"rank-{self.rank}.pt")
+    @property
+    def path(self) -> str:
+        """The file of the record."""
+        return os.path.join(self.folder, f"rank-{self.rank}.pt")
+
+    def write(self, *, final: bool = True) -> None:
+        """Write the record, for the last time if `final`: later calls do nothing."""
+        path = self.path
         helps = multiprocessing.parent_process() is not None or os.path.exists(path)  # a loader's worker, or a launcher
-        if self._done or os.getpid() != self._process or (not self.steps and helps):
+        if "done" in self.deaf or os.getpid() != self._process or (not self.steps and helps):
             return
-        self._done = True
+        self.deaf |= {"done"} if final else set()
         stages = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None and any(isinstance(one, stages._PipelineStageBase) for one in gc.get_objects()):
             self.unread.add("PipelineStage")
+        groups = [group for optimizer in self.known.optimizers for group in optimizer.param_groups]
+        own = {part.key for group in groups for p in group["params"] for part in self.known.of(p)}
         record = {
             "rank": self.rank,
             "libraries": {
@@ -497,6 +579,11 @@ class ScriptRecorder:
             "unseen": self.unseen,
             "unread": sorted(self.unread),
             "by_metric": self.by_metric,
+            "joins": self.joins,
+            "exchanges": sorted(self.exchanges),
+            "hooks": sorted(self.hooks),
+            "num_unseen": self.num_unseen,
+            "alone": sorted(k for k in self._trained - own if self._stored.get(k) != self._begin.get(k)),
             "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
             "seconds": self.seconds,
         }
@@ -534,7 +621,14 @@ def is_trained(module: nn.Module, args: Any) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
-# ----------------------------------------------------------------------------------------------------------- patches
+def clip_whole(module: nn.Module, recorder: ScriptRecorder, run: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
+    """Clip as FullyShardedDataParallel's own method does, and note it."""
+    before = len(recorder.step["clips"])
+    norm = run(module, limit, *args, **kwargs)
+    if len(recorder.step["clips"]) == before:  # else it has called the function for whole gradients
+        about = {"kind": "norm", "limit": float(limit), "norm": float(norm), "keys": list(recorder.known.parts)}
+        recorder.step["clips"].append(about)
+    return norm
 
 
 def observe() -> bool:
@@ -562,225 +656,16 @@ def start() -> None:
     if options.get("cpu"):
         beside("on_cpu").install(options["world"])
     job = options["mode"] == "job"
-    recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"])
-    note_optimizers(recorder)
+    room = options.get("room", float("inf"))
+    recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"], room)
+    hooks = beside("hooks")
+    hooks.note_optimizers(recorder)
     if options["mode"] == "replay":
         beside("replay").ScriptReplay(options, recorder).install()
         return
-    observe_steps(recorder)
-    observe_calls(recorder)
-    observe_data(recorder)
+    hooks.observe_steps(recorder)
+    hooks.observe_calls(recorder)
+    hooks.observe_ranks(recorder)
+    hooks.observe_data(recorder)
     if not job:
         atexit.register(recorder.write)
-
-
-def method(owner: Any, name: str, before: Any) -> None:
-    """Call `before(self, ...)` before a method of a class."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    setattr(owner, name, call)
-
-
-def around(owner: Any, name: str, wrap: Any) -> None:
-    """Replace a function of a module by `wrap(function, ...)`."""
-    if hasattr(owner, name):
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(functools.partial(wrap, original)))
-
-
-def note_optimizers(recorder: ScriptRecorder) -> None:
-    """Let the recorder know every optimizer in the order of their construction."""
-    original = torch.optim.Optimizer.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        recorder.known.number_of(self)
-
-    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
-
-
-def observe_steps(recorder: ScriptRecorder) -> None:
-    """Install the hooks of forwards, backwards and optimizer steps."""
-    from torch.nn.modules import module as nn_module
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    nn_module.register_module_forward_pre_hook(recorder.enter)
-    nn_module.register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
-    around(torch.autograd, "backward", recorder.backward)
-
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        recorder.in_update += 1
-        if recorder.in_update > 1:  # the step of an optimizer within another's
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
-        if not callable(closure):
-            recorder.before_update(optimizer)
-            return None
-
-        def observed() -> Any:
-            loss = closure()
-            recorder.before_update(optimizer)
-            return loss
-
-        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
-
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.in_update -= 1
-        if not recorder.in_update:
-            recorder.after_update(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
-
-    def zeroed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.cleared(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    method(torch.optim.Optimizer, "zero_grad", zeroed)
-    method(nn.Module, "zero_grad", lambda self, *args, **kwargs: recorder.cleared(self.parameters()))
-
-
-def observe_calls(recorder: ScriptRecorder) -> None:
-    """Install the wrappers of clipping, loss scaling, loss functions and schedulers."""
-    import torch.distributed._functional_collectives as functional_collectives
-    import torch.nn.functional as functional
-    from torch.nn.utils import clip_grad
-
-    def clipped(kind: str, run: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        result = run(parameters, *args, **kwargs)
-        limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-        keys = [part.key for p in parameters for part in recorder.known.of(p)]
-        about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
-        about["raw"] = bool(recorder.step["scales"]) and not recorder.step["unscaled"]
-        if kind == "norm" and parts.is_sharded(result) and any(not one.is_replicate() for one in result.placements):
-            recorder.note("the norm by which gradients are clipped: each rank has a part of it")
-        elif kind == "norm":
-            about["norm"] = float(parts.local(result))
-        recorder.step["clips"].append(about)
-        return result
-
-    for name, kind in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
-        original = getattr(clip_grad, name)
-        for owner in (clip_grad, torch.nn.utils):
-            setattr(owner, name, functools.wraps(original)(functools.partial(clipped, kind, original)))
-
-    scaler = torch.amp.GradScaler
-    step = scaler.step
-
-    @functools.wraps(step)
-    def scaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, recorder.in_scaler = len(recorder.steps), True
-        result = step(self, *args, **kwargs)
-        recorder.in_scaler = False
-        if len(recorder.steps) == before and self.is_enabled():
-            recorder.skip()
-        return result
-
-    scaler.step = scaled_step  # type: ignore[method-assign]
-    method(scaler, "scale", lambda self, *args: recorder.step["scales"].append(float(self.get_scale())))
-    method(scaler, "unscale_", lambda self, *args: recorder.step.__setitem__("unscaled", True))
-
-    def metric_followed(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.by_metric = True
-
-    def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
-        call = getattr(recorder.thread, "call", None)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if call is not None and (".experimental" in caller or not caller.startswith(SHARDING)):
-            call["exchanges"] = True
-        return run(*args, **kwargs)
-
-    method(torch.optim.lr_scheduler.ReduceLROnPlateau, "__init__", metric_followed)
-    for name in EXCHANGES:
-        around(torch.distributed, name, exchanged)
-        for of_tensors in (name, f"{name}_autograd"):
-            around(functional_collectives, of_tensors, exchanged)
-
-    def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder._done or getattr(recorder.thread, "loss", False):  # called by another observed one
-            return run(*args, **kwargs)
-        recorder.thread.loss = True
-        try:
-            result = run(*args, **kwargs)
-        finally:
-            recorder.thread.loss = False
-        weigh(recorder, name, result, kwargs.get("target", args[1] if len(args) > 1 else None), kwargs)
-        return result
-
-    for name in LOSSES:
-        around(functional, name, functools.partial(loss_function, name))
-
-
-def clip_whole(module: nn.Module, recorder: ScriptRecorder, run: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
-    """Clip as FullyShardedDataParallel's own method does, and note it."""
-    before = len(recorder.step["clips"])
-    norm = run(module, limit, *args, **kwargs)
-    if len(recorder.step["clips"]) == before:  # else it has called the function for whole gradients
-        about = {"kind": "norm", "limit": float(limit), "norm": float(norm), "keys": list(recorder.known.parts)}
-        recorder.step["clips"].append(about)
-    return norm
-
-
-def weigh(recorder: ScriptRecorder, name: str, result: Any, target: Any, options: dict[str, Any]) -> None:
-    """Note how many elements a loss counts, and later the gradient of its result."""
-    if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
-        return
-    whole, ignored = target.numel(), 0
-    count: float = whole
-    if name in OF_CLASSES and not target.is_floating_point():
-        counted = target[target != options.get("ignore_index", -100)]
-        own, ignored = options.get("weight"), whole - counted.numel()
-        count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
-    elif name in OF_CLASSES and target.ndim > 1:
-        count = whole // target.shape[1]
-    about: dict[str, Any] = {
-        "function": name,
-        "count": count,
-        "ignored": ignored,
-        "weighted": options.get("weight") is not None,
-        "reduction": options.get("reduction", "mean"),
-        "gradient": None,
-    }
-    about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
-    recorder.step["losses"].append(about)
-
-    def received(gradient: torch.Tensor) -> None:
-        each = parts.local(gradient).double()
-        about["gradient"] = (about["gradient"] or 0.0) + float(each.sum())
-        if about["reduction"] == "none":  # the script itself chooses the elements that count, and what each weighs
-            each = each[each != 0.0]
-            about["count"] = each.numel()
-            about["weighted"] |= bool(each.numel()) and float(each.max() - each.min()) > 1e-3 * float(each.abs().max())
-
-    result.register_hook(received)
-
-
-def observe_data(recorder: ScriptRecorder) -> None:
-    """Install the wrappers of loaders and samplers."""
-    from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-    from torch.utils.data.distributed import DistributedSampler
-
-    shuffled = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-    def iterated(loader: Any) -> None:
-        inner = wrapper = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        while wrapper is not None:  # a framework's own batches of a script's batches of its samples
-            inner, wrapper = wrapper, getattr(wrapper, "sampler", getattr(wrapper, "batch_sampler", None))
-        shuffles = hasattr(inner, "set_epoch") or isinstance(inner, shuffled)
-        is_fixed = not shuffles or not getattr(inner, "shuffle", True)
-        kind = "SequentialSampler" if is_fixed else type(inner).__name__
-        recorder.loaders.append({"loader": id(loader), "step": len(recorder.steps), "sampler": kind})
-
-    def sampled(sampler: Any) -> None:
-        names = ("epoch", "seed", "rank", "num_replicas", "shuffle", "drop_last")
-        about = {name: getattr(sampler, name, None) for name in names}
-        recorder.samplers.append({**about, "sampler": id(sampler), "step": len(recorder.steps)})
-
-    method(DataLoader, "__iter__", iterated)
-    method(DistributedSampler, "__iter__", sampled)

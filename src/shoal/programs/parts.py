@@ -24,8 +24,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of this rank's values on the host."""
-    return local(tensor).to("cpu", copy=True)
+    """Return a dense copy of this rank's values on the host."""
+    copy = local(tensor).to("cpu", copy=True)
+    return copy.to_dense() if copy.is_sparse else copy
 
 
 def plain_name(name: str) -> str:

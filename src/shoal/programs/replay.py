@@ -88,7 +88,12 @@ class ScriptReplay:
                 own, left_out, outputs = self._gradients(modules, keys, buffers, step, first["modules"])
                 result["local"][rank], result["outputs"][rank] = own, outputs
                 result["left_out"] += left_out
-            result["updated"] = self._updated(optimizers, keys, steps, places)
+            result["unrepeated"] = ""
+            if steps[0]["evaluations"] > 1:
+                result["unrepeated"] = "the optimizer computes the loss several times in one; the first is compared"
+            elif steps[0]["random"] and any(places):
+                result["unrepeated"] = "the optimizer draws random numbers for each rank's parts"
+            result["updated"] = None if result["unrepeated"] else self._updated(optimizers, keys, steps, places)
             results.append(result)
             self._load(keys, [step["after"] for step in steps], places)
         return {"steps": results, "failures": self.failures, "modules": [m is not None for m in modules]}
@@ -281,6 +286,8 @@ class ScriptReplay:
                 if keys[key].grad is None:
                     keys[key].grad = torch.zeros_like(keys[key])
                 part(parts.local(keys[key].grad), place).copy_(gradient)
+        if steps[0]["random"]:
+            observer.restore_random(steps[0]["random"])
         optimizer.step()
         return {key: parts.host_copy(keys[key]) for key in names}
 

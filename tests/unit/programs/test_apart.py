@@ -29,7 +29,14 @@ def records() -> list[dict[str, Any]]:
             steps.append({**new_step(), **own, "scales": [8.0], "unscaled": True, "raw": False, "optimizer": 0})
         sampler = {"seed": 0, "epoch": 0, "shuffle": True, "step": 0}
         made.append({"rank": rank, "steps": steps, "samplers": [sampler], "loaders": [{"step": 0}]})
-        made[-1] |= {"unseen": [], "redirected": {}, "optimizers": ["SGD"]}
+        made[-1] |= {
+            "unseen": [],
+            "redirected": {},
+            "optimizers": ["SGD"],
+            "num_unseen": 0,
+            "alone": [],
+            "joins": False,
+        }
         made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": []}]
     return made
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from shoal.programs import observer
+from shoal.programs import hooks, observer
 from shoal.programs.command import Script
 from shoal.programs.replay import distance
 
@@ -28,7 +28,7 @@ def test_the_sampler_of_a_loader_is_found_inside_of_a_frameworks_batches(monkeyp
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
     monkeypatch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)
     recorder = observer.ScriptRecorder(str(tmp_path), 1)
-    observer.observe_data(recorder)
+    hooks.observe_data(recorder)
     data = list(range(4))
     fixed = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
     shards = _Shard(BatchSampler(RandomSampler(data), 2, False))
@@ -93,7 +93,7 @@ def test_a_loss_by_element_counts_what_the_script_weighs(tmp_path, weights, coun
     recorder, target = observer.ScriptRecorder(str(tmp_path), 1), torch.zeros(3, dtype=torch.int64)
     logits = torch.zeros(3, 2, requires_grad=True)
     losses = nn.functional.cross_entropy(logits, target, reduction="none")
-    observer.weigh(recorder, "cross_entropy", losses, target, {"reduction": "none"})
+    hooks.weigh(recorder, "cross_entropy", losses, target, {"reduction": "none"})
     (losses * torch.tensor(weights)).sum().backward()
     (about,) = recorder.step["losses"]
     assert (about["count"], about["weighted"], about["gradient"]) == (count, weighted, pytest.approx(sum(weights)))

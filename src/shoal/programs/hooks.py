@@ -1,0 +1,291 @@
+"""Hooks of the observer within a script's process: each tells the recorder what torch is about to do, or has done.
+
+Like the observer, this needs torch alone. No hook changes a value or draws a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
+    from shoal.programs import observer, parts
+else:  # within a script, whose environment may be without shoal
+    observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
+
+OF_CLASSES = ("cross_entropy", "nll_loss")  # losses that ignore targets of one index
+LOSSES = (
+    *(*OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+SENDS = ("send", "isend", "recv", "irecv", "batch_isend_irecv")
+# Functions of torch.distributed that bring values of other ranks, and parts of torch that use them to shard parameters.
+EXCHANGES = (
+    *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "gather", "broadcast"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "all_to_all_single"),
+    *("all_gather_object", "broadcast_object_list", *SENDS),
+    *("all_gather_tensor", "all_gather_single", "reduce_scatter_single", "permute_tensor"),
+)
+SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._functional_collectives")
+
+
+def method(owner: Any, name: str, before: Any) -> None:
+    """Call `before(self, ...)` before a method of a class."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def around(owner: Any, name: str, wrap: Any) -> None:
+    """Replace a function of a module, or a method of a class, by `wrap(function, ...)`."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def note_optimizers(recorder: observer.ScriptRecorder) -> None:
+    """Let the recorder know every optimizer in the order of their construction."""
+
+    def init(run: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        run(optimizer, *args, **kwargs)
+        recorder.known.number_of(optimizer)
+
+    around(torch.optim.Optimizer, "__init__", init)
+
+
+def observe_steps(recorder: observer.ScriptRecorder) -> None:
+    """Install the hooks of forwards, backwards and optimizer steps."""
+    from torch.nn.modules import module as nn_module
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    nn_module.register_module_forward_pre_hook(recorder.enter)
+    nn_module.register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
+    around(torch.autograd, "backward", recorder.backward)
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        recorder.in_update += 1
+        if recorder.in_update > 1:  # the step of an optimizer within another's
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
+        if not callable(closure):
+            recorder.before_update(optimizer)
+            return None
+
+        step, evaluations = recorder.step, itertools.count(1)
+
+        def observed() -> Any:
+            step["evaluations"] = next(evaluations)
+            if step["evaluations"] == 1:
+                loss = closure()
+                recorder.before_update(optimizer)
+                return loss
+            recorder.deaf.add("again")  # an update by several gradients: the first is compared
+            try:
+                return closure()
+            finally:
+                recorder.deaf.discard("again")
+
+        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder.in_update -= 1
+        if not recorder.in_update:
+            recorder.after_update(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+    def zeroed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.cleared(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    method(torch.optim.Optimizer, "zero_grad", zeroed)
+    method(nn.Module, "zero_grad", lambda self, *args, **kwargs: recorder.cleared(self.parameters()))
+
+
+def observe_calls(recorder: observer.ScriptRecorder) -> None:
+    """Install the wrappers of clipping, loss scaling, loss functions and schedulers."""
+    import torch.nn.functional as functional
+    from torch.nn.utils import clip_grad
+
+    def clipped(kind: str, run: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        keys = [part.key for p in parameters for part in recorder.known.of(p)]
+        unchanged = recorder.left.unchanged(keys)
+        result = run(parameters, *args, **kwargs)
+        recorder.left.look(unchanged)
+        limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
+        about["raw"] = bool(recorder.step["scales"]) and not recorder.step["unscaled"]
+        if kind == "norm" and parts.is_sharded(result) and any(not one.is_replicate() for one in result.placements):
+            recorder.note("the norm by which gradients are clipped: each rank has a part of it")
+        elif kind == "norm":
+            about["norm"] = float(parts.local(result))
+        recorder.step["clips"].append(about)
+        return result
+
+    for name, kind in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
+        for owner in (clip_grad, torch.nn.utils):
+            around(owner, name, functools.partial(clipped, kind))
+
+    def scaled_step(run: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        before, recorder.in_scaler = len(recorder.steps), True
+        result = run(scaler, *args, **kwargs)
+        recorder.in_scaler = False
+        if len(recorder.steps) == before and scaler.is_enabled():
+            recorder.skip()
+        return result
+
+    def unscaled(run: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.step["unscaled"] = True
+        unchanged = recorder.left.unchanged(recorder.known.parts)
+        run(*args, **kwargs)
+        recorder.left.look(unchanged)
+
+    around(torch.amp.GradScaler, "step", scaled_step)
+    around(torch.amp.GradScaler, "unscale_", unscaled)
+    method(torch.amp.GradScaler, "scale", lambda self, *a: recorder.step["scales"].append(float(self.get_scale())))
+    method(
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        "__init__",
+        lambda self, *args, **kwargs: setattr(recorder, "by_metric", True),
+    )
+
+    def loss_function(name: str, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.deaf or getattr(recorder.thread, "loss", False):  # called by another observed one
+            return run(*args, **kwargs)
+        recorder.thread.loss = True
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            recorder.thread.loss = False
+        weigh(recorder, name, result, kwargs.get("target", args[1] if len(args) > 1 else None), kwargs)
+        return result
+
+    for name in LOSSES:
+        around(functional, name, functools.partial(loss_function, name))
+
+
+def observe_ranks(recorder: observer.ScriptRecorder) -> None:
+    """Install the wrappers of what goes from rank to rank."""
+    import torch.distributed._functional_collectives as functional_collectives
+
+    def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
+        call = getattr(recorder.thread, "call", None)
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if call is not None and (".experimental" in caller or not caller.startswith(SHARDING)):
+            call["exchanges"] = True
+            recorder.exchanges.add(run.__name__)
+        elif run.__name__ in SENDS and not caller.startswith("torch."):
+            recorder.exchanges.add(run.__name__)
+        result = run(*args, **kwargs)
+        if call is None and not caller.startswith("torch."):  # gradients that the script sums itself
+            recorder.left.look(recorder.known.keys_of_gradients(observer.tensors_of(args)))
+        return result
+
+    def waited(run: Any, *args: Any) -> Any:
+        recorder.write(final=False)  # this rank has no more samples, and others may end before it returns
+        result = run(*args)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(recorder.path)
+        return result
+
+    def hooked(model: Any, state: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.hooks.add(getattr(hook, "__name__", type(hook).__name__))
+
+    if torch.distributed.is_available():
+        from torch.distributed.algorithms.join import Join
+
+        method(nn.parallel.DistributedDataParallel, "register_comm_hook", hooked)
+        method(Join, "__enter__", lambda self: setattr(recorder, "joins", True))
+        around(Join, "__exit__", waited)
+    for name in EXCHANGES:
+        around(torch.distributed, name, exchanged)
+        for of_tensors in (name, f"{name}_autograd"):
+            around(functional_collectives, of_tensors, exchanged)
+
+
+def weigh(recorder: observer.ScriptRecorder, name: str, result: Any, target: Any, options: dict[str, Any]) -> None:
+    """Note how many elements a loss counts, and later the gradient of its result."""
+    if not isinstance(result, torch.Tensor) or not result.requires_grad or not isinstance(target, torch.Tensor):
+        return
+    whole, ignored = target.numel(), 0
+    count: float = whole
+    if name in OF_CLASSES and not target.is_floating_point():
+        counted = target[target != options.get("ignore_index", -100)]
+        own, ignored = options.get("weight"), whole - counted.numel()
+        count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
+    elif name in OF_CLASSES and target.ndim > 1:
+        count = whole // target.shape[1]
+    about: dict[str, Any] = {
+        "function": name,
+        "count": count,
+        "ignored": ignored,
+        "weighted": options.get("weight") is not None,
+        "classes": "",
+        "reduction": options.get("reduction", "mean"),
+        "gradient": None,
+    }
+    if about["weighted"] and name in OF_CLASSES:
+        about["classes"] = observer.digest(options["weight"])
+    about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
+    recorder.step["losses"].append(about)
+
+    def received(gradient: torch.Tensor) -> None:
+        each = parts.local(gradient).double()
+        about["gradient"] = (about["gradient"] or 0.0) + float(each.sum())
+        if about["reduction"] == "none":  # the script itself chooses the elements that count, and what each weighs
+            each = each[each != 0.0]
+            about["count"] = each.numel()
+            about["weighted"] |= bool(each.numel()) and float(each.max() - each.min()) > 1e-3 * float(each.abs().max())
+
+    result.register_hook(received)
+
+
+def observe_data(recorder: observer.ScriptRecorder) -> None:
+    """Install the wrappers of loaders and samplers."""
+    from torch.utils.data import DataLoader, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    shuffled = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+    def iterated(loader: Any) -> None:
+        inner = wrapper = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        shares = 1  # ranks among which the samples are divided
+        while wrapper is not None:  # a framework's own batches of a script's batches of its samples
+            shares = max(shares, *(int(getattr(wrapper, name, 1)) for name in ("num_replicas", "num_processes")))
+            inner, wrapper = wrapper, getattr(wrapper, "sampler", getattr(wrapper, "batch_sampler", None))
+        shuffles = hasattr(inner, "set_epoch") or isinstance(inner, shuffled)
+        is_fixed = not shuffles or not getattr(inner, "shuffle", True)
+        kind = "SequentialSampler" if is_fixed else type(inner).__name__
+        about = {"loader": id(loader), "step": len(recorder.steps), "sampler": kind, "shares": shares}
+        data = getattr(loader, "dataset", None)
+        if isinstance(data, Subset):
+            about["subset"] = hashlib.blake2b(repr(list(data.indices)).encode(), digest_size=8).hexdigest()
+        recorder.loaders.append(about)
+
+    def sampled(sampler: Any) -> None:
+        names = ("epoch", "seed", "rank", "num_replicas", "shuffle", "drop_last")
+        about = {name: getattr(sampler, name, None) for name in names}
+        recorder.samplers.append({**about, "sampler": id(sampler), "step": len(recorder.steps)})
+
+    method(DataLoader, "__iter__", iterated)
+    method(DistributedSampler, "__iter__", sampled)
