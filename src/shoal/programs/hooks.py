@@ -205,7 +205,7 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
         recorder.write(final=False)  # this rank has no more samples, and others may end before it returns
         result = run(*args)
         with contextlib.suppress(FileNotFoundError):
-            os.remove(recorder.path)
+            os.remove(observer.path_of(recorder.folder, recorder.rank))
         return result
 
     def hooked(model: Any, state: Any, hook: Any, *args: Any, **kwargs: Any) -> None:

@@ -539,14 +539,9 @@ class ScriptRecorder:
         same = ("weights", "buffers", "places")
         self.step = {**new_step(), "began": self.num_backwards, **{name: self.step[name] for name in same}}
 
-    @property
-    def path(self) -> str:
-        """The file of the record."""
-        return os.path.join(self.folder, f"rank-{self.rank}.pt")
-
     def write(self, *, final: bool = True) -> None:
         """Write the record, for the last time if `final`: later calls do nothing."""
-        path = self.path
+        path = path_of(self.folder, self.rank)
         helps = multiprocessing.parent_process() is not None or os.path.exists(path)  # a loader's worker, or a launcher
         if "done" in self.deaf or os.getpid() != self._process or (not self.steps and helps):
             return
@@ -591,9 +586,14 @@ class ScriptRecorder:
         os.replace(path + ".new", path)
 
 
+def path_of(folder: str, rank: int) -> str:
+    """Return the file of a rank's record."""
+    return os.path.join(folder, f"rank-{rank}.pt")
+
+
 def leave(folder: str, world: int) -> None:
     """End the process once every rank has written, without exit handlers, which would wait for peers."""
-    paths = [os.path.join(folder, f"rank-{rank}.pt") for rank in range(world)]
+    paths = [path_of(folder, rank) for rank in range(world)]
     end = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < end and not all(map(os.path.exists, paths)):
         time.sleep(0.02)
