@@ -257,6 +257,10 @@ class Started:
         names = {pid: _name(pid).rpartition("shoal-rank-")[2] for pid in sorted(self.processes(), reverse=True)}
         return {int(rank): pid for pid, rank in names.items() if rank.isdecimal() and pid != self.pid}
 
+    def named(self, name: str) -> list[int]:
+        """Ids of the command's processes of that name that are alive."""
+        return [pid for pid in self.processes() if _name(pid) == name]
+
     def send(self, number: int) -> None:
         """A signal to the process that was started, and to it alone."""
         self.process.send_signal(number)

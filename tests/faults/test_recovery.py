@@ -103,25 +103,25 @@ def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path
 
 
 def test_ranks_are_copies_of_one_process_or_fresh_interpreters(undisturbed: Ended, tmp_path: Path) -> None:
-    """The process that ranks are copied from may die, and they with it: those that follow load torch themselves."""
+    """The process that ranks are copied from may die; the ranks stay, and those that follow load torch themselves."""
     gates = [Gate(tmp_path / f"gate-{step}", step) for step in (5, 7, 9)]
     wanted = gated(tmp_path / "run", gates[0], 2, TEST_GATE=";".join(gate.environment["TEST_GATE"] for gate in gates))
-    parents = []
+    servers = []
     with start(wanted) as started:
         for gate in gates:
             started.until(lambda gate=gate: gate.reached(2), "the gate")  # type: ignore[misc]
             ranks = started.workers()
             assert sorted(ranks) == [0, 1]
-            (parent,) = {psutil.Process(pid).ppid() for pid in ranks.values()}
-            parents.append(parent)
-            if gate is gates[0]:
+            assert {psutil.Process(pid).ppid() for pid in ranks.values()} == {started.pid}
+            servers.append(started.named("shoal-forks"))
+            if gate is gates[1]:
+                os.kill(servers[1][0], signal.SIGKILL)
+            if gate is not gates[2]:
                 os.kill(ranks[1], signal.SIGKILL)
-            elif gate is gates[1]:
-                os.kill(parent, signal.SIGKILL)
             gate.open()
         ended = started.wait().expect(0)
-    assert parents == [parents[0], parents[0], started.pid]
-    assert parents[0] != started.pid
+    assert servers == [servers[0], servers[0], []]
+    assert len(servers[0]) == 1
     assert_same(ended, undisturbed)
     assert ended.result["restarts"] == 2
 

@@ -34,7 +34,6 @@ print(_loaded(load))
         ("", "import torch; torch.cuda._initialized = True", False),
         (GPU, "import torch; torch.cuda._is_in_bad_fork = lambda: True", False),
         (GPU, "import torch", True),
-        ("import os; del os.pidfd_open", "import torch", False),
     ],
     ids=[
         "as it is",
@@ -43,7 +42,6 @@ print(_loaded(load))
         "CUDA",
         "a GPU asked for",
         "a GPU",
-        "no pidfd",
     ],
 )
 def test_what_may_be_copied(before: str, then: str, may: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +85,20 @@ class Where:
 
 
 @dataclass(frozen=True)
+class CallClock:
+    """Clock of a call on one host, in seconds since the epoch. Nobody sets it: it reads the monotonic clock.
+
+    `zero`: the instant at which the monotonic clock was zero, as read when the call began.
+    """
+
+    zero: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+    def now(self) -> float:
+        """Return the current instant."""
+        return self.zero + time.monotonic()
+
+
+@dataclass(frozen=True)
 class RunRequest:
     """One call of `shoal run`: what is trained, where, and how long.
 
@@ -99,6 +114,7 @@ class RunRequest:
     restarts: int = 0  # number of restarts in this call so far
     lost_at: float | None = None  # last loss of ranks, in seconds since the epoch
     shown_elsewhere: bool = False  # whether another process shows rank 0's progress
+    clock: CallClock = field(default_factory=CallClock)
 
     def origin(self, name: str) -> Origin:
         """Return who has set a value."""

@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,7 +209,7 @@ def trained(
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request, killed
         killed = killed_for_memory()
-        request = request.again(restarts, lost_at) if lost_at else request
+        request = request.again(restarts, request.clock.zero + lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         if not lost_at:
             RunDirectory(request.where.out).end_resize()  # after a loss, a pending resize request stays
@@ -252,7 +251,7 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     devices = directory.requested_devices() if code == ExitCode.PREEMPTED and not signals.received else None
     if devices is None:
         return None
-    ended_at, before = time.time(), request.what.plan.num_processes
+    ended_at, before = request.clock.now(), request.what.plan.num_processes
     events = Events(directory.events, request.where.fence)
     try:
         following = request.resized(devices, ended_at)

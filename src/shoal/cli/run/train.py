@@ -97,7 +97,7 @@ class _Call:
     why_grains: str = "as the job says"
     profile: StepProfile | None = None
     unlike: list[str] | None = None  # fields of the job that a resume's other settings change
-    start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
+    start_up: StartUp = field(kw_only=True)
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -114,7 +114,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     """Train. Raises: a shoal error, whose traceback is stored in the run directory."""
     environment = replace(environment, shares_gpu=request.where.shares_gpu)
     directory = RunDirectory(request.where.out)
-    start_up = StartUp(request.lost_at or request.started_at)
+    start_up = StartUp(request.lost_at or request.started_at, clock=request.clock.now)
     start_up.ends("launch")
     with contextlib.ExitStack() as stack:  # holds the directory's lock until the last file is written
         try:
@@ -255,7 +255,7 @@ def _options(request: RunRequest, loaded: LoadedJob) -> Options:
         telemetry=not course.no_telemetry,
         bad_samples=course.bad_samples or 0,
         check_replicas=course.check_replicas,
-        mtbf_seconds=mtbf_seconds(directory.events, call_began_at(request), time.time()),
+        mtbf_seconds=mtbf_seconds(directory.events, call_began_at(request), request.clock.now()),
         take_workers=request.origin("data.workers") is Origin.DEFAULT,
         may_copy=request.origin("memory.shared") is not Origin.FILE,
         initial_weights=request.what.initial_weights,
@@ -309,9 +309,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     first = state.step if state else 0
     course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.course.accept_changes))
     description["lengths"] = course.to_json()
-    result = Result(
-        engine, directory.result, request.started_at, certificate, first if request.course.resume else None, state
-    )
+    result = Result(engine, directory.result, request, certificate, first if request.course.resume else None, state)
     result.restarts, result.fence, result.call_began_at = request.restarts, request.where.fence, call_began_at(request)
     num_steps = request.course.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.layout.world_size)
@@ -349,7 +347,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             def on_step(record: StepRecord, slowest_rank: int) -> None:
                 if request.lost_at is not None and result.first_step_at is None:
-                    events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+                    events.add("going_on", step=record.step, seconds=request.clock.now() - request.lost_at)
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
@@ -372,7 +370,9 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 said = engine.rehearse()
                 if said is not None:
                     reporter.note(said)
-            result.log = AttemptLog(directory.attempts if mesh.rank == 0 else None, fence=request.where.fence)
+            result.log = AttemptLog(
+                directory.attempts if mesh.rank == 0 else None, request.clock.now, request.where.fence
+            )
             call.start_up.ends("prepare")
             device = mesh.device.type
             result.log.began(
@@ -389,7 +389,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 host=platform.node(),
                 device=torch.cuda.get_device_name(mesh.device) if device == "cuda" else device,
             )
-            result.began_at = time.time()
+            result.began_at = request.clock.now()
             records_file = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
             whole_steps = None if request.course.records == "all" else WHOLE_STEPS
             records = RecordWriter(records_file, result.log.undone, request.where.fence, whole_steps)
@@ -433,7 +433,7 @@ class Result:
 
     engine: Engine
     path: Path
-    started_at: float
+    request: RunRequest
     certificate: str | None
     resumed_from: int | None
     last: RunState | StepRecord | None
@@ -446,7 +446,7 @@ class Result:
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
     began_at: float | None = None  # start of training in this attempt
-    call_began_at: float | None = None  # differs from `started_at` after an engine's restart
+    call_began_at: float | None = None  # differs from the request's after an engine's restart
     effective: EffectiveTime = field(init=False)
 
     def __post_init__(self) -> None:
@@ -458,14 +458,14 @@ class Result:
         self.effective.take(record)
         self.recent.append(record)
         self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
-        self.first_step_at = self.first_step_at or time.time()
+        self.first_step_at = self.first_step_at or self.request.clock.now()
 
     def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
         """Return the record of a training that ended normally, up to `num_steps`.
 
         Collective: all ranks.
         """
-        self.trained_at, self.after = time.time(), outcome.after
+        self.trained_at, self.after = self.request.clock.now(), outcome.after
         engine, state = self.engine, outcome.state
         seconds = np.array(outcome.step_seconds or [math.nan])
         median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
@@ -492,8 +492,8 @@ class Result:
             ),
             sample_digest=state.digest,
             step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
-            wall_seconds=time.time() - self.started_at,
-            first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
+            wall_seconds=self.request.clock.now() - self.request.started_at,
+            first_step_seconds=self.first_step_at - self.request.started_at if self.first_step_at else None,
             look_seconds=round(engine.computer.look_seconds, 6),
             compile_seconds=round(regions.seconds, 3) if (regions := engine.computer.regions).names else None,
             compile_cuts=sorted(engine.computer.regions.cuts) or None,
@@ -522,10 +522,10 @@ class Result:
         began_at, seconds = self.began_at, self.effective.seconds + self.after.get("evaluation", 0.0)
         if self.restarts:
             files = RunDirectory(self.path.parent)
-            since = self.call_began_at or self.started_at
+            since = self.call_began_at or self.request.started_at
             first, earlier_seconds = earlier_starts(files.attempts, files.records, since, self.resumed_from or 0)
             began_at, seconds = min(began_at, first or began_at), seconds + earlier_seconds
-        whole = (self.trained_at or time.time()) - began_at
+        whole = (self.trained_at or self.request.clock.now()) - began_at
         return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None
 
     def write(self, record: RunRecord) -> StorageError | None:
@@ -533,7 +533,7 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 self.fence.write(self.path, record.to_json())
-                trained_at, writer = self.trained_at or time.time(), self.engine.keeper.writer
+                trained_at, writer = self.trained_at or self.request.clock.now(), self.engine.keeper.writer
                 writing = writer.mean_cpu_seconds() if writer is not None else None
                 self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:
@@ -559,7 +559,7 @@ class Result:
                 weights_sha256=None,
                 sample_digest=at.digest if self.last else None,
                 step_seconds={},
-                wall_seconds=time.time() - self.started_at,
+                wall_seconds=self.request.clock.now() - self.request.started_at,
                 resumed_from=self.resumed_from,
                 restarts=self.restarts,
                 ettr=self.ettr(),

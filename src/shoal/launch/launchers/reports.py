@@ -98,7 +98,7 @@ def restarted(submission: Submission, signals: Signals, once: Callable[[int], tu
         code, error = once(number)
         if address is not None:
             address.fetch(submission.out)
-        return code, error, time.time()
+        return code, error, time.monotonic()
 
     code, error = recovery.until_done(signals, start)
     if error is not None:

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
@@ -29,7 +31,8 @@ _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
 _CHUNK_BYTES = 1 << 16
 _LAST_LINES, _LONGEST_LINE = 5, 200
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
+_CGROUPS, _FROZEN = Path("/sys/fs/cgroup"), re.compile(r"^(FROZEN|FREEZING|frozen 1)$|refrigerator|freezer_trap", re.M)
 
 # What gets the text that a child writes: a file, subprocess.PIPE, or a function that a thread calls with each line.
 Sink = int | IO[Any] | Callable[[str], object] | None
@@ -173,6 +176,37 @@ def how_it_ended(code: int) -> str:
     return f"ended with code {code}"
 
 
+def standstill(pid: int) -> str:
+    """Return "stopped (SIGSTOP)" or "frozen (by its cgroup)" if a process does not run until another resumes it.
+
+    Otherwise return an empty text. A frozen process may look like one that waits for a disk; only its cgroup, of either
+    version, or the kernel function that it waits in tells them apart. Stops by a debugger, state t, do not count.
+    """
+    about = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        state = (about / "stat").read_bytes().rpartition(b") ")[2][:1]
+        if state == b"T":
+            return "stopped (SIGSTOP)"
+        if state in (b"D", b"S"):
+            signs = [(about / "wchan").read_text()]
+            for line in (about / "cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                names = ("freezer",) if controllers == "freezer" else () if controllers else (".", "unified")
+                for place in (_CGROUPS / name / path.lstrip("/") for name in names):
+                    with contextlib.suppress(OSError):  # the root cgroup has no such file
+                        signs.append((place / ("freezer.state" if controllers else "cgroup.events")).read_text())
+            if any(_FROZEN.search(sign) for sign in signs):
+                return "frozen (by its cgroup)"
+    return ""
+
+
+def kill(process: Any) -> None:
+    """Kill a process with the methods of subprocess.Popen. A frozen one counts as dead: it dies when it is thawed."""
+    process.kill()
+    if process.poll() is None and "frozen" in standstill(process.pid):
+        process.returncode = -signal.SIGKILL
+
+
 def last_lines(text: str) -> str:
     """Return the last lines of a process's output, each after a newline."""
     return "".join(f"\n{line[:_LONGEST_LINE]}" for line in text.strip().splitlines()[-_LAST_LINES:])
@@ -206,6 +240,18 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # it died before the line above; in a container it may be process 1 itself
             os._exit(ExitCode.RANK_LOST)
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of descendants whose parent ends during the context, in place of process 1. Only on Linux."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def name_process(name: str) -> None:

@@ -29,42 +29,44 @@ from typing import Any, TypeAlias
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
 from shoal.launch.signals import stop_signals
-from shoal.launch.supervise.child import Child, die_with_launcher, name_process
+from shoal.launch.supervise.child import Child, adopting, die_with_launcher, kill, name_process, standstill
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
 _LOOK_SECONDS = 0.02
+# A server that is stopped for longer is lost.
+_STOPPED_SECONDS = 5.0
 
 
 class ForkedProcess:
-    """Process that the fork server has started, with the methods of subprocess.Popen that launchers use."""
+    """Child of this process that the fork server has forked, with the methods of subprocess.Popen that are used."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._server = server
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None while the process runs."""
-        self._server.hear()
+        if self.returncode is None:
+            pid, status = 1, 0
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: the code is lost, as in subprocess
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the process ends and return its exit code. Raises: subprocess.TimeoutExpired."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0.0:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            self._server.hear(left)
-        assert self.returncode is not None
-        return self.returncode
+            time.sleep(_LOOK_SECONDS / 4)
+        return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal if the process has not ended. The server reports an end before it frees the process id."""
+        """Send a signal if the process has not ended. Its id stays its own until `poll` returns its exit code."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL if the process has not ended."""
@@ -77,16 +79,16 @@ Process: TypeAlias = "subprocess.Popen[Any] | ForkedProcess"
 class ForkServer:
     """Launcher's end of a fork server, whose ranks get these `shoal` arguments and threads. Call `close` at the end.
 
-    Not thread-safe: the server and its ranks die with the thread that created the server.
+    The ranks are children of this process, so that it notices their ends whatever the server does.
     """
 
     def __init__(self, arguments: Sequence[str], num_threads: int) -> None:
-        self._processes: dict[int, ForkedProcess] = {}
         self._newest: ForkedProcess | None = None
         self._refused = False
         self._ready: bool | None = None if sys.platform == "linux" else False
         if self._ready is False:
             return
+        self._moved_at = time.monotonic()  # when the server was seen to be neither stopped nor frozen
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # `ps` shows the arguments of the ranks for the server and for each rank.
@@ -98,7 +100,7 @@ class ForkServer:
         while self._ready is None:
             if stop():
                 return False
-            self.hear(_LOOK_SECONDS)
+            self._hear()
         return True
 
     def start(
@@ -113,55 +115,46 @@ class ForkServer:
             return None
         request = {"variables": dict(variables), "descriptors": list(descriptors), "output": output is not None}
         sent = [*descriptors.values(), *([output] if output is not None else [])]
-        self._newest, self._refused = None, False
-        try:
-            socket.send_fds(self._requests, [json.dumps(request).encode()], sent)
-        except OSError:
-            self._lose()
-        while self._ready and self._newest is None and not self._refused:
-            self.hear(None)
+        self._newest, self._refused, self._moved_at = None, False, time.monotonic()
+        with adopting():
+            try:
+                socket.send_fds(self._requests, [json.dumps(request).encode()], sent)
+            except OSError:
+                self.close()
+            while self._ready and self._newest is None and not self._refused:
+                self._hear()
         return self._newest
 
-    def hear(self, seconds: float | None = 0.0) -> None:
-        """Read the server's messages. Wait at most `seconds` for the first message, or without limit if None."""
-        while self._ready is not False:
-            look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll; select has few files
-            look.register(self._requests, select.POLLIN)
-            if not look.poll(None if seconds is None else math.ceil(seconds * 1000)):
-                return
-            text = b""
-            with contextlib.suppress(OSError):  # the server may have died with a request unread
-                text = self._requests.recv(_MOST_BYTES)
-            if not text:
-                self._lose()
-                return
-            message = json.loads(text)
-            if "ready" in message:
-                self._ready = True
-            elif "status" in message:
-                self._processes.pop(message["pid"]).returncode = message["status"]
-            elif message["pid"] is None:
-                self._refused = True
-            else:
-                self._newest = self._processes[message["pid"]] = ForkedProcess(self, message["pid"])
-            seconds = 0.0
+    def _hear(self) -> None:
+        """Wait a moment for the server's next message. The server is lost if it ends or is stopped for 5 s."""
+        look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll; select has few files
+        look.register(self._requests, select.POLLIN)
+        if not look.poll(math.ceil(_LOOK_SECONDS * 1000)):
+            if not standstill(self._process.pid):
+                self._moved_at = time.monotonic()
+            elif time.monotonic() - self._moved_at > _STOPPED_SECONDS:
+                self.close()
+            return
+        text = b""
+        with contextlib.suppress(OSError):  # the server may have died with a request unread
+            text = self._requests.recv(_MOST_BYTES)
+        message = json.loads(text or "{}")
+        if not message:
+            self.close()
+        elif "ready" in message:
+            self._ready = True
+        elif message["pid"] is None:
+            self._refused = True
+        else:
+            self._newest = ForkedProcess(message["pid"])
 
     def close(self) -> None:
-        """End the server and its ranks."""
-        if sys.platform == "linux":
-            self._lose()
+        """End the server. The ranks that it has forked are children of this process and continue."""
+        if self._ready is not False or sys.platform == "linux":
+            self._ready = False
+            kill(self._process)
+            self._process.wait()
             self._requests.close()
-
-    def _lose(self) -> None:
-        """Kill the server and its remaining ranks, since nothing would report their ends."""
-        self._ready = False
-        self._process.kill()
-        self._process.wait()
-        for pid, process in self._processes.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            process.returncode = -signal.SIGKILL
-        self._processes.clear()
 
 
 def fresh_interpreter(
@@ -222,10 +215,6 @@ def _loaded(load: Callable[[], object]) -> bool:
     gc.freeze()  # otherwise a collection in a rank would copy every page
     if not alone or _num_threads() != threads or threading.active_count() != 1:
         return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))  # reports the end of a process; old kernels and some containers lack it
-    except (AttributeError, OSError):
-        return False
     # torch refuses GPUs in a fork, as after torch.cuda.is_available(). Only a fork can tell.
     cuda = sys.modules["torch"].cuda
     if cuda.is_initialized():
@@ -243,42 +232,39 @@ def _num_threads() -> int:
 
 
 def _serve(requests: socket.socket) -> bool:
-    """Serve fork requests. Return True in each child, which is a rank, and False once the launcher is gone."""
-    running: dict[int, int] = {}  # process id by a descriptor that becomes readable when the process ends
+    """Serve fork requests. Return True in each forked process, which is a rank, and False once the launcher is gone.
+
+    A process between server and rank ends at once, so that the rank becomes a child of the launcher.
+    """
     while True:
-        ready = select.select([requests.fileno(), *running], [], [])[0]
-        for descriptor in set(ready) & set(running):
-            pid = running.pop(descriptor)
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            requests.send(json.dumps({"pid": pid, "status": status}).encode())
-            os.waitpid(pid, 0)
-            os.close(descriptor)
-        if requests.fileno() in ready:
-            text, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_DESCRIPTORS)
-            if not text:
-                return False
-            request, server = json.loads(text), str(os.getpid())
-            sys.stdout.flush()  # the child must not write the buffered text a second time
-            sys.stderr.flush()
-            child: int | None = None
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only numpy's exist
-                with contextlib.suppress(OSError):  # the system can create no more processes
-                    child = os.fork()
-            if child == 0:
-                for descriptor in running:
-                    os.close(descriptor)
+        text, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_DESCRIPTORS)
+        if not text:
+            return False
+        sys.stdout.flush()  # the child must not write the buffered text a second time
+        sys.stderr.flush()
+        between: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only numpy's exist
+            with contextlib.suppress(OSError):  # the system can create no more processes
+                between = os.fork()
+            if between == 0:
+                between = os.getpid()
+                if os.fork():
+                    os._exit(0)
+                while os.getppid() == between:
+                    time.sleep(0.0005)
+                if os.getppid() != int(os.environ[LAUNCHER_PID]):
+                    os._exit(1)
+                requests.send(json.dumps({"pid": os.getpid()}).encode())
+                request = json.loads(text)
                 output = descriptors.pop() if request["output"] else None
                 numbers = {n: str(number) for n, number in zip(request["descriptors"], descriptors, strict=True)}
-                _become_fresh({**request["variables"], LAUNCHER_PID: server, **numbers}, output)
+                _become_fresh({**request["variables"], **numbers}, output)
                 return True
-            requests.send(json.dumps({"pid": child}).encode())
-            if child is not None:
-                running[os.pidfd_open(child)] = child
-            for descriptor in descriptors:
-                os.close(descriptor)
+        if between is None or os.waitpid(between, 0)[1]:
+            requests.send(b'{"pid": null}')
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _become_fresh(variables: Mapping[str, str], output: int | None) -> None:

@@ -1,8 +1,8 @@
 """Heartbeat of a rank, in a memory-mapped file that the launcher reads, and the launcher's watch over its ranks.
 
 The rank writes its phase, the phase's begin and the longest time of each phase, at each change of phase, in a fraction
-of a microsecond. Reads need no lock: a half-written value is at most one instant old. The watch detects stopped and
-stuck ranks without using their collectives, and reads their Python stacks.
+of a microsecond. Reads need no lock: a half-written value is at most one instant old. The watch detects stopped, frozen
+and stuck ranks without using their collectives or clocks, and reads their Python stacks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import math
 import mmap
 import os
 import re
@@ -17,11 +18,12 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.launch.supervise.child import kill, standstill
 from shoal.runs.records import SPANS
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ _LEAST_SECONDS = 5.0
 _TIMES = 3.0
 # For a phase that has never ended: a first step compiles, loads and connects.
 _FIRST_SECONDS = 600.0
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS, _PAUSED_SECONDS = 0.25, 1.0
 # Phases that wait for other ranks, and phases without a time limit, such as writes to a disk.
 _WAITING, _UNLIMITED = ("exposed_communication",), ("away", "checkpoint")
 
@@ -125,7 +127,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Reading:
-    """Heartbeat of a rank at one instant: `since` on the clock of `time.perf_counter`, `longest` in seconds."""
+    """Heartbeat of a rank at one instant, by the rank's own clock in seconds. A sign of life changes `since`."""
 
     steps: int
     phase: str
@@ -153,8 +155,8 @@ def end(path: Path, process: Process, patience_seconds: float = 2.0) -> str:
     _signal_main_thread(process, STACKS)
     process.send_signal(signal.SIGCONT)  # the process runs no further: it handles the other signal first
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(patience_seconds)
-    process.kill()
+        process.wait(0.0 if "frozen" in standstill(process.pid) else patience_seconds)
+    kill(process)
     return last_stacks(path)
 
 
@@ -195,8 +197,25 @@ def _signal_main_thread(process: Process, number: int) -> None:
 
 
 @dataclass
+class OwnPauses:
+    """Instant from which a process has watched others without an own pause of more than 1 s, by a monotonic clock."""
+
+    clock: Callable[[], float] = time.monotonic
+    since: float = -math.inf
+    now: float = -math.inf
+
+    def look(self) -> float:
+        """Return the seconds since the last look, and 0 after a pause, in which this process noticed nobody's signs."""
+        before, self.now = self.now, self.clock()
+        if self.now - before <= _PAUSED_SECONDS:
+            return self.now - before
+        self.since = self.now
+        return 0.0
+
+
+@dataclass
 class Watch:
-    """Watch over ranks, by their process ids and heartbeat files. `clock`: the heartbeat files' clock, in seconds.
+    """Watch over ranks, by their process ids and heartbeat files. It times signs of life by its own monotonic clock.
 
     `unsaved` returns the seconds since the run's newest checkpoint, which a restart would repeat. Waiting for that long
     costs at most twice the best choice, whether the rank would have recovered or not.
@@ -204,77 +223,67 @@ class Watch:
 
     heartbeats: Mapping[int, Path]
     unsaved: Callable[[], float]
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.monotonic
     all_here: bool = True  # whether ranks that wait can only wait for ranks on this host
     excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds before an earlier alarm
+    _signs: dict[int, tuple[Reading | None, float]] = field(default_factory=dict)  # the newest, and when it was new
     _stopped: dict[int, float] = field(default_factory=dict)
-    _looked: float | None = None
-    _since: float = 0.0  # before this time, this process itself may have been stopped
+    _pauses: OwnPauses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pauses = OwnPauses(self.clock)
 
     def look(self, living: Mapping[int, int]) -> dict[int, str]:
         """Return the stopped and stuck ranks among `living` (rank: process id), with the reason to take them for lost.
 
         Checks at most four times a second.
         """
-        now = self.clock()
-        if self._looked is not None and now - self._looked < _LOOK_SECONDS:
+        if self.clock() - self._pauses.now < _LOOK_SECONDS:
             return {}
-        passed = now - self._looked if self._looked is not None else 0.0
-        if self._looked is None or passed > 1.0:
-            self._since, passed = now, 0.0
-        self._looked = now
-        for rank in self.heartbeats:
-            stopped = False
-            with contextlib.suppress(OSError, KeyError):  # stops by a debugger, state t, do not count
-                state = Path(f"/proc/{living[rank]}/stat").read_bytes().rpartition(b") ")[2]
-                stopped = state.startswith(b"T")
-            self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if stopped else 0.0
-        long_stopped = {rank: seconds for rank, seconds in self._stopped.items() if seconds > _LEAST_SECONDS}
-        if long_stopped:
-            return {rank: f"was stopped (SIGSTOP) for {seconds:.0f} s" for rank, seconds in long_stopped.items()}
+        passed, now, unsaved = self._pauses.look(), self._pauses.now, self.unsaved()
+        lost: dict[int, str] = {}
         readings: dict[int, Reading] = {}
         for rank, path in self.heartbeats.items():
+            reading, why = None, ""
             with contextlib.suppress(OSError):
                 reading = read(path)
-                if rank in living and reading is not None:
-                    readings[rank] = reading
-        if not readings or len(readings) < len(self.heartbeats):
-            return {}  # not all ranks have begun, or one has ended
+            before, at = self._signs.get(rank, (None, -math.inf))
+            if before != reading or at < 0.0:
+                at = now
+                self._signs[rank] = reading, at
+            elif rank in living:
+                why = standstill(living[rank])
+            self._stopped[rank] = seconds = self._stopped.get(rank, 0.0) + passed if why else 0.0
+            if seconds > _LEAST_SECONDS:
+                lost[rank] = f"was {why} for {seconds:.0f} s"
+            if rank in living and reading is not None:
+                readings[rank] = replace(reading, since=at)
+        if lost or not readings or len(readings) < len(self.heartbeats):
+            return lost  # not all ranks have begun, or one has ended
         fewest = min(reading.steps for reading in readings.values())
         behind = {rank: reading for rank, reading in readings.items() if reading.steps == fewest}
-        if any(reading.phase in _UNLIMITED or self._stopped.get(rank) for rank, reading in behind.items()):
+        if any(reading.phase in _UNLIMITED or self._stopped[rank] for rank, reading in behind.items()):
             return {}  # a stopped rank is reported as stopped, not as stuck
-        busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING}
-        if not busy and not self.all_here:
-            return {}
-        busy = busy or behind
-        if any(now - max(reading.since, self._since) <= self._limit(now, reading) for reading in busy.values()):
-            return {}
+        stuck = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING}
+        if not stuck and self.all_here:
+            stuck = behind
+        for reading in stuck.values():
+            # Three times the longest of late, or 600 s if none has ended; the time trained since the newest checkpoint
+            # before the rank stood still; and four times an earlier false alarm.
+            learned = _TIMES * reading.longest if reading.longest else _FIRST_SECONDS
+            repeated = unsaved - (now - reading.since)
+            limit = max(_LEAST_SECONDS, learned, repeated, 4.0 * self.excused.get(reading.phase, 0.0))
+            if now - max(reading.since, self._pauses.since) <= limit:
+                return {}
+        for reading in stuck.values():
+            # The same phase may take four times as long from now on, in case the rank was only slow.
+            self.excused[reading.phase] = now - reading.since
         return {
             rank: f"has been in {reading.phase} of step {reading.steps} since its start "
             f"for {now - reading.since:.0f} s; "
             + (f"the longest of late took {reading.longest:.1f} s" if reading.longest else "none has ended yet")
-            for rank, reading in busy.items()
+            for rank, reading in stuck.items()
         }
-
-    def _limit(self, now: float, reading: Reading) -> float:
-        """Return the seconds that a rank may stay in its phase.
-
-        That is 3 times the longest of late (600 s if none has ended), at least 5 s, at least the training time since
-        the newest checkpoint, and 4 times an earlier false alarm.
-        """
-        learned = _TIMES * reading.longest if reading.longest else _FIRST_SECONDS
-        lost = self.unsaved() - (now - reading.since)  # the seconds that were trained before it stood still
-        return max(_LEAST_SECONDS, learned, lost, 4.0 * self.excused.get(reading.phase, 0.0))
-
-    def excuse(self, stuck: Iterable[int]) -> None:
-        """Record an alarm: from now on the same phase may take four times as long, in case the rank was only slow."""
-        now = self.clock()
-        for rank in stuck:
-            with contextlib.suppress(OSError):
-                reading = read(self.heartbeats[rank])
-                if reading is not None:
-                    self.excused[reading.phase] = now - reading.since
 
 
 # ---------------------------------------------------------------------------------------------------- stacks

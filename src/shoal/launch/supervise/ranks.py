@@ -23,7 +23,7 @@ from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
 from shoal.launch.environment import LISTEN_FD, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.signals import Signals, pausing
 from shoal.launch.supervise import heartbeat
-from shoal.launch.supervise.child import OutputRelay, how_it_ended, last_lines, rank_lost
+from shoal.launch.supervise.child import OutputRelay, how_it_ended, kill, last_lines, rank_lost
 from shoal.launch.supervise.fork_server import ForkServer, Process, fresh_interpreter
 from shoal.launch.supervise.heartbeat import Watch, different_calls
 from shoal.launch.supervise.recovery import EndedRank, verdict
@@ -66,7 +66,7 @@ class LaunchEnd(NamedTuple):
 
     code: int
     error: ShoalError | None
-    failed_at: float  # seconds since the epoch; the time of the end if nothing failed
+    failed_at: float  # by `time.monotonic`; the time of the end if nothing failed
 
 
 @dataclass
@@ -126,13 +126,12 @@ def launch(run: LocalRun, signals: Signals | None = None, server: ForkServer | N
         until_end.enter_context(signals.handled())
         until_end.enter_context(pausing(start.pause))
         if not server.until_loaded(lambda: signals.twice):
-            return LaunchEnd(int(ExitCode.INTERRUPTED), None, time.time())
+            return LaunchEnd(int(ExitCode.INTERRUPTED), None, time.monotonic())
         start.begin()
         workers = start.workers
         judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
         watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
-        first = _watch(start, signals, watch)
-        failed_at = time.time() - max(0.0, time.monotonic() - first)
+        failed_at = min(_watch(start, signals, watch), time.monotonic())
         code = workers[0].process.returncode
         cut_short = workers[0].given_up and code == ExitCode.PREEMPTED
         if run.replaceable and workers[0].is_well and code is not None and not cut_short:  # the others were given up
@@ -160,10 +159,9 @@ def _watch(start: Start, signals: Signals, watch: Watch) -> float:
         if wanted is not None and wanted != handed_on:
             handed_on = wanted
             _tell(workers, wanted)
-        stuck = watch.look({w.rank: w.process.pid for w in workers if w.process.poll() is None})
-        watch.excuse(stuck)
-        if stuck:
-            _end_stuck(workers, stuck)
+        lost = watch.look({w.rank: w.process.pid for w in workers if w.process.poll() is None})
+        if lost:
+            _end_lost(workers, lost)
         failed = []
         for worker in [w for w in workers if w.process.poll() is not None]:
             spoke = read_json(worker.report) is not None
@@ -198,11 +196,13 @@ def _tell(workers: Sequence[RankProcess], number: int) -> None:
     for worker in workers:
         if worker.process.poll() is None:
             worker.given_up = number == signal.SIGKILL
-            with contextlib.suppress(ProcessLookupError):
+            if worker.given_up:
+                kill(worker.process)
+            else:
                 worker.process.send_signal(number)
 
 
-def _end_stuck(workers: Sequence[RankProcess], reasons: Mapping[int, str]) -> None:
+def _end_lost(workers: Sequence[RankProcess], reasons: Mapping[int, str]) -> None:
     """Kill the ranks that have a reason, after they have shown their stacks."""
     waiting = [worker for worker in workers if worker.rank not in reasons and worker.process.poll() is None]
     shown = {worker.rank: heartbeat.show(worker.heartbeat, worker.process) for worker in waiting}
@@ -251,8 +251,7 @@ class Start:
     def close(self) -> None:
         """Kill the processes that still run, store the logs, and remove the folder."""
         for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
+            kill(worker.process)
         for worker in self.workers:
             worker.process.wait()
             self._keep_log(worker)

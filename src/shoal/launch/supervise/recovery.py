@@ -74,16 +74,17 @@ class Recovery:
 
     most: int
     directory: RunDirectory
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     count: int = 0  # restarts of the ranks
     events: Events = field(init=False)
     _in_vain: int = 0  # restarts in a row
     _furthest: int = -1
     _saved: int = -1
+    _saved_file: int = 0  # the time of the newest checkpoint's file, by the clock of the file system
     _before: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
-        self.events, self._began = Events(self.directory.events), self.clock()
+        self.events, self._saved_at = Events(self.directory.events), self.clock()
 
     def pause(self, error: ShoalError | None, noticed_at: float) -> float | None:
         """Return the seconds to wait before the ranks are restarted. None if they are not; `error` then says why."""
@@ -95,10 +96,17 @@ class Recovery:
         if isinstance(error, PeerError):
             noticed = "an error of the ranks' collectives"
         else:
-            signs = {"was stopped (": "its state", "has been in ": "its heartbeat"}
+            signs = {"was stopped (": "its state", "was frozen (": "its cgroup", "has been in ": "its heartbeat"}
             noticed = next((sign for words, sign in signs.items() if words in cause), "the end of its process")
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
-        self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done, noticed=noticed)
+        self.events.add(
+            "lost",
+            error,
+            at=instant(time.time() - self.clock() + noticed_at),
+            after_step=reached,
+            done=done,
+            noticed=noticed,
+        )
         if reason is not None:
             error.conflict = f"{cause}; {reason}{newline}{last_words}"
             return None
@@ -127,7 +135,7 @@ class Recovery:
         Args:
             signals: the signals that arrive during the run.
             once: starts all ranks and waits for them, given the number of restarts and the time at which the last loss
-                was noticed (seconds since the epoch). It returns the exit code, the error, and the time of the error.
+                was noticed, by `time.monotonic`. It returns the exit code, the error, and the time of the error.
 
         Returns:
             The exit code and the root error of the last start.
@@ -137,7 +145,8 @@ class Recovery:
         """
         noticed_at = 0.0
         while True:
-            self._began = self.clock()
+            self.unsaved_seconds()  # a checkpoint from before this start
+            self._saved_at = self.clock()
             code, error, noticed_at = once(self.count, noticed_at)
             if error is not None:
                 self.events.fence.check()
@@ -158,11 +167,15 @@ class Recovery:
         return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}{newline}{shown}"
 
     def unsaved_seconds(self) -> float:
-        """Return the seconds since the newest checkpoint or the current start of the ranks, whichever is later."""
-        saved = 0.0
+        """Return the seconds since the newest checkpoint or the current start of the ranks, whichever is later.
+
+        A checkpoint counts from the first call that sees its file: file systems have clocks of their own.
+        """
         with contextlib.suppress(OSError):
-            saved = self.directory.saved.stat().st_mtime
-        return max(0.0, self.clock() - max(saved, self._began))
+            saved = self.directory.saved.stat().st_mtime_ns
+            if saved != self._saved_file:
+                self._saved_file, self._saved_at = saved, self.clock()
+        return self.clock() - self._saved_at
 
     def _newest(self) -> int:
         return int((read_json(self.directory.saved) or {}).get("step", 0))

@@ -44,7 +44,7 @@ class SessionRecords:
     def __init__(self, base: Base, clock: StepClock, order: Order) -> None:
         self._base, self._clock, self._order = base, clock, order
         self._measures = Report().measures
-        self._began_at = time.time()
+        self._began_at, self._began = time.time(), time.monotonic()
         place = base.training.checkpoints
         self._files = RunDirectory(Path(place)) if place is not None and base.mesh.rank == 0 else None
         self._log = AttemptLog(None)
@@ -164,7 +164,7 @@ class SessionRecords:
             "steps": state.step,
             "samples": state.samples,
             "world_size": self._base.mesh.world_size,
-            "wall_seconds": round(time.time() - self._began_at, 3),
+            "wall_seconds": round(time.monotonic() - self._began, 3),
             "train_loss": state.loss,
             "metrics": _finite(self.metrics),
             "sample_digest": state.digest,

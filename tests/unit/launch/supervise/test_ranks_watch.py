@@ -28,6 +28,9 @@ class Process:
             self.returncode = ExitCode.PREEMPTED
         return self.returncode
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         self.told.append((number, self.clock[0]))
         if number == signal.SIGKILL:
