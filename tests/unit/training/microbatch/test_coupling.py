@@ -19,7 +19,7 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.coupling import MIXES, PADS, REREAD, meaning
+from shoal.training.microbatch.coupling import IN_THE_LOSS, MIXES, PADS, REREAD, meaning
 from shoal.training.microbatch.look import Look
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import LossComputer
@@ -266,3 +266,9 @@ def normalised_in_the_loss(model: nn.Module, batch: Any) -> Any:
 
 def test_a_loss_that_normalises_over_the_batch_is_named_and_not_collate() -> None:
     assert found(nn.Linear(3, 1), normalised_in_the_loss).coupled == f"{MIXES}, in the loss function"
+
+
+def test_a_loss_that_compares_samples_is_told_of_outputs() -> None:
+    said = meaning(IN_THE_LOSS, 8, 4)
+    assert "Job(outputs=lambda model, batch: model(batch[0]), loss=lambda outputs, batch: (total, weight))" in said
+    assert "32" in said
