@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.programs import pytest_plugin
+from shoal.programs import command, pytest_plugin
 
 HERE = Path(__file__).parent
 CHANGED = "../../benchmarks/planted_scripts/changed.py --batch-size 8"
@@ -111,6 +111,16 @@ def test_what_a_script_does_to_gradients_on_all_ranks_is_no_fault(
     assert {one["phase"] for one in document["findings"]} == ({phase} if phase else set()), output
     assert any((unchecked or "") in words for words in document["coverage"]["unchecked"]), output
     assert document["coverage"]["gradients"] >= 48
+
+
+def test_a_full_record_has_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_MOST_BYTES", 1 << 16)
+    script = command.Script(f"{HERE}/ddp.py --batch 8", "torchrun", 8)
+    assert command.verify_script(script, 2, 5, tmp_path) == 0
+    document = json.loads((tmp_path / "script.json").read_text())
+    assert 1 <= document["steps"] < 5
+    said = f"what follows step {document['steps']}: the record of a rank has reached its largest size"
+    assert said in document["coverage"]["unchecked"]
 
 
 @pytest.mark.parametrize("how", ["columns", "experts", "experts-alike", "stages"])

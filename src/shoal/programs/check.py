@@ -651,10 +651,12 @@ def _updates(evidence: Evidence) -> Iterator[Finding]:
         for key, mine in (updated or {}).items():
             before = values.get(key)
             for rank, step in enumerate(steps):
+                place = step["places"].get(key)
                 after = step["after"].get(key)
+                if after is None and before is not None and (rank == 0 or place is not None):
+                    after = part(before, place)  # the update did not change it
                 if after is None:
                     continue
-                place = step["places"].get(key)
                 evidence.coverage.updates += 1
                 moved = after.double() - part(before, place).double() if before is not None else after.double()
                 expected = part(mine, place).double() - (part(before, place).double() if before is not None else 0.0)
@@ -758,7 +760,8 @@ def _clipped(gradient: Tensor, step: dict[str, Any], key: str) -> Tensor:
     """Return a gradient as the recorded calls of torch's clipping change it."""
     for clip in step["clips"]:
         if key in clip["keys"] and clip["norm"] is not None:
-            gradient = gradient * min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
+            factor = clip["limit"] / (clip["norm"] + 1e-6)
+            gradient = gradient * (1.0 if factor > 1.0 else factor)  # a norm that is no number leaves none
         elif key in clip["keys"] and clip["kind"] == "value":
             gradient = gradient.clamp(-clip["limit"], clip["limit"])
     return gradient
