@@ -104,3 +104,37 @@ def test_values_that_are_not_finite_do_not_hide_others():
     assert distance(one, torch.tensor([math.inf, 1.0])) == 0.0
     assert distance(one, torch.tensor([math.inf, 2.0])) == pytest.approx(0.5)
     assert distance(one, torch.ones(2)) == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_a_digest_is_of_values_alone_and_of_all_of_them(dtype):
+    values = torch.arange(5000).to(dtype)
+    first = observer.digest(values)
+    shifted = torch.cat([values[:1], values])[1:]  # elsewhere in memory, at an odd place
+    assert observer.digest(shifted) == observer.digest(shifted.view(50, 100)) == first
+    for place in (0, 2500, 4999):
+        other = values.clone()
+        other[place] = values[place] == 0
+        assert observer.digest(other) != first
+    assert observer.digest(torch.zeros(5000, dtype=dtype)) != observer.digest(torch.zeros(4999, dtype=dtype))
+
+
+def test_gradients_that_are_changed_after_the_backward_are_recorded_as_it_left_them(tmp_path):
+    recorder, model = observer.ScriptRecorder(str(tmp_path), 3), nn.Linear(2, 1)
+    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2)
+    recorder.enter(model, (inputs,))
+    output = model(inputs)
+    recorder.leave(model, (inputs,), {}, output)
+    recorder.backward(torch.autograd.backward, output.sum())
+    model.weight.grad.data.mul_(3)  # which changes no version
+    recorder.before_update(optimizer)
+    assert recorder.step["left"].keys() == {"0:weight"}
+    assert recorder.step["left"]["0:weight"].tolist() == [[1.0, 1.0]]
+    assert recorder.step["gradients"]["0:weight"].tolist() == [[3.0, 3.0]]
+
+
+def test_a_generator_that_draws_is_named():
+    before = observer.random_states()
+    assert observer.drawn_since(before) == []
+    torch.rand(())
+    assert observer.drawn_since(before) == ["torch"]
