@@ -31,8 +31,8 @@ def applies(case: Case, use: Use) -> bool:
         return False
     if use.exact:
         return not case.sections
-    if case.slow and (use.kind not in ("DataParallel", "OneCopyUpdate") or use.axis == "tensor"):
-        return False  # compiled: a plan with tensor ranks is refused, see tests/unit/plans/test_legal.py
+    if case.slow and (use.kind not in ("DataParallel", "OneCopyUpdate") or "tensor" in use.sections):
+        return False  # compiled: refused by positions, see tests/unit/plans/test_legal.py
     return "exact" not in case.sections.get("execution", {})
 
 

@@ -29,7 +29,9 @@ from shoal.distributed.mesh import open_mesh
 from shoal.errors import PlanError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
+from shoal.numerics.precision import Precision
 from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.tensor_sequence import plan_sequence
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, plan_model
@@ -411,6 +413,24 @@ def test_the_comparison_sees_a_mask_of_its_own(tmp_path: Path) -> None:
     assert in_ranks(2, perturbed(perceptron, lambda m, d: None), tmp_path / "right") == [True, True]
 
 
+def sent_by(loss: Any, model: nn.Module, batch: Any) -> list[dict[str, int]]:
+    """Collectives of a forward and of its backward, by name."""
+    sent: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather"):
+
+            def count(original: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+                sent[name] += 1
+                return original(*args, **kwargs)
+
+            patch.setattr(dist, name, partial(count, getattr(dist, name), name))
+        total, _ = loss(model, batch)
+        forward = dict(sent)
+        sent.clear()
+        total.backward()
+    return [forward, dict(sent)]
+
+
 @pytest.mark.parametrize(("case", "wanted"), [(gpt, {"all_reduce": 8}), (stubborn, None)])
 def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_path: Path) -> None:
     """Two sums a block, one for each embedding, two for the loss; in the backward one for the input of a pair."""
@@ -418,19 +438,7 @@ def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_pat
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
         divide_model(model, axis, loss, batch)
-        sent: Counter[str] = Counter()
-        for name in ("all_reduce", "all_gather"):
-
-            def count(original: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-                sent[name] += 1
-                return original(*args, **kwargs)
-
-            setattr(dist, name, partial(count, getattr(dist, name), name))
-        total, _ = loss(model, batch)
-        forward = dict(sent)
-        sent.clear()
-        total.backward()
-        return [forward, dict(sent)]
+        return sent_by(loss, model, batch)
 
     forward, backward = in_ranks(2, work, tmp_path / "ranks")[0]
     if wanted is not None:
@@ -438,6 +446,32 @@ def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_pat
         assert backward == {"all_reduce": 5}  # two a block, and the head's input
     else:
         assert forward == {"all_reduce": 3, "all_gather": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", [llama, qwen], ids=["llama", "qwen"])
+def test_compiled_blocks_send_what_eager_ones_send(case: Case, tmp_path: Path) -> None:
+    """Layers with one input share its sum in the backward. The collectives are the only cuts of the graphs."""
+
+    def work(axis: TensorAxis) -> Any:
+        model, loss, batch = case()
+        divide_model(model, axis, loss, batch)
+        eager = sent_by(loss, model, batch)
+        wanted = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        plan = shoal.Plan().with_sections(layout={"tensor": 2}, execution={"compile": "default"})
+        regions = compile_blocks(model, plan, Precision.of(plan.precision, torch.device("cpu")), None, loss)
+        loss(model, batch)[0].backward()  # compiles
+        model.zero_grad()
+        compiled = sent_by(loss, model, batch)
+        assert_close({name: p.grad for name, p in model.named_parameters()}, wanted, THROUGH_FLOAT32)
+        return [eager, compiled, regions.names, sorted(regions.cuts)]
+
+    eager, compiled, names, cuts = in_ranks(2, work, tmp_path / "ranks")[0]
+    assert compiled == eager
+    assert sum(name[-1].isdigit() for name in names) == 2
+    assert cuts == ["collective in the forward"]
 
 
 def smoothed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

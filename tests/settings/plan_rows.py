@@ -475,10 +475,10 @@ EXECUTION: Table = {
     "execution.compile: exact, tuned": refused(
         "measured to be fastest", execution={"compile": "max-autotune", "exact": True}
     ),
-    **{
-        f"execution.compile: with {axis}": refused("compiler", layout={axis: 2}, execution={"compile": "default"})
-        for axis in ("tensor", "context")
-    },
+    "execution.compile: with context": refused("compiler", layout={"context": 2}, execution={"compile": "default"}),
+    "execution.compile: with positions": refused(
+        "compiler", layout={"tensor": 2}, tensor={"sequence": True}, execution={"compile": "default"}
+    ),
     "execution.compile: with two halves": refused(
         "it does not come in two halves",
         layout={"pipeline": 2},

@@ -178,10 +178,10 @@ CONFLICTS: tuple[Rule, ...] = (
         f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
     ),
     Rule(
-        lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
-        ("execution.compile", "layout.tensor"),
-        "layers that share an input know it by its version, to sum its gradient once: torch's compiler has none",
-        'execution.compile = "none", or layout.tensor = 1',
+        lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor") and plan.tensor.sequence,
+        ("execution.compile", "tensor.sequence"),
+        "the exchange of positions has a backward of its own, which torch's compiler captures and then cannot compile",
+        'execution.compile = "none", or tensor.sequence = false',
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),

@@ -305,9 +305,9 @@ EXCLUDED += [
     (piped(2, schedule="1f1b", stages_per_rank=2), "pipeline.stages_per_rank = 2", 'schedule = "interleaved_1f1b"'),
     (piped(2, schedule="zero_bubble", stages_per_rank=2), "stages_per_rank = 2", "pipeline.stages_per_rank = 1"),
     (
-        of(layout={"tensor": 2}, execution={"compile": "default"}),
-        'execution.compile = "default", layout.tensor = 2',
-        'execution.compile = "none", or layout.tensor = 1',
+        of(layout={"tensor": 2}, tensor={"sequence": True}, execution={"compile": "default"}),
+        'execution.compile = "default", tensor.sequence = true',
+        'execution.compile = "none", or tensor.sequence = false',
     ),
     (
         of(layout={"context": 2}, execution={"compile": "default"}),

@@ -36,6 +36,7 @@ from shoal.numerics.precision import Precision
 from shoal.numerics.traced_draws import calls_by_keys, drawn_by_keys
 from shoal.parallel.blocks.recompute import recomputed
 from shoal.parallel.model.structure import is_composite, repeated_blocks
+from shoal.parallel.tensor.layers import cut_at_collectives
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -154,9 +155,11 @@ def compile_blocks(
         modules = {name: model.get_submodule(name) for name in (again or blocks) if "[" not in name}
         rest = [m for m in model.named_modules() if modules and is_composite(m[1]) and _is_apart(m[0], modules)]
         for name, owner in [*(again or modules or {type(model).__name__: model}).items(), *rest]:
-            if not any(name.startswith(f"{other}.") for other, _ in rest):
+            if any(name.startswith(f"{other}.") for other, _ in rest):
+                continue
+            if cut_at_collectives([owner] if isinstance(owner, nn.Module) else owner.modules, _collective):
                 owner.forward = regions.around(name, owner.forward)
-        if loss is not None:  # torch would trace the hooks that gather the parameters
+        if loss is not None and plan.layout.tensor == 1:  # torch would trace the hooks that gather the parameters
             model._compiled_call_impl = apart = _Apart(model._call_impl)
             own = regions.around("the loss", loss, apart=apart)
             if regions.whole is None:
@@ -166,7 +169,7 @@ def compile_blocks(
 
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
         pipeline.stages.compile(regions.around)
-    elif plan.shards_model or recomputed(model):
+    elif plan.shards_model or plan.layout.tensor > 1 or recomputed(model):
         by_block()
     else:  # in exact mode the same regions on every number of ranks
         regions.blocks = blocks if plan.layout.divides_grains > 1 and not exact else ()
@@ -230,6 +233,18 @@ def _inductor(kind: str, device: torch.device, exact: bool) -> Function:
         return compiled
 
     return compiler
+
+
+def _collective(function: Function) -> Function:
+    """Return a collective of one tensor as one operation of the graphs, at which they are cut."""
+
+    def collective(tensor: Tensor) -> Tensor:
+        result: Tensor = function(tensor)
+        return result
+
+    collective.cuts_graphs = True  # type: ignore[attr-defined]
+    operation: Function = torch._dynamo.allow_in_graph(collective)
+    return operation
 
 
 def _is_apart(name: str, modules: Collection[str]) -> bool:
@@ -386,6 +401,15 @@ class Backend:
             # Eager draws belong to the innermost module that has a name, too.
             calls = [key.partition("@")[0] for key in before.meta.get("nn_module_stack", {})]
             after.meta[_PLACE] = next((places[call] for call in reversed(calls) if call in places), "")
+        equal: dict[Any, torch.fx.Node] = {}  # layers with one input share its collective
+        for node in own_graph.nodes:
+            if getattr(node.target, "cuts_graphs", False):
+                first = equal.setdefault((node.target, node.args), node)
+                if first is not node:
+                    node.replace_all_uses_with(first)
+                    own_graph.erase_node(node)
+            elif node.op.startswith("call_") and _writes(node):
+                equal.clear()
         graph = torch.fx.GraphModule(graph, own_graph)
         sites = self._draw_by_keys(graph)
         if not sites:
@@ -500,9 +524,15 @@ class Backend:
 _STATES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_saved_tensors_hooks_disable"})
 
 
+def _writes(node: torch.fx.Node) -> bool:
+    """Return True if an operation of a graph may write to one of its inputs."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.startswith("i") or name.endswith(("_", "setitem")) or bool({"inplace", "out"} & node.kwargs.keys())
+
+
 def _needs_scope(node: torch.fx.Node) -> bool:
     target = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return belongs_to_grains(target, node.args, node.kwargs)
+    return getattr(target, "cuts_graphs", False) or belongs_to_grains(target, node.args, node.kwargs)
 
 
 def _source(graph: torch.fx.GraphModule) -> Function:

@@ -88,7 +88,7 @@ class Recomputed:
 
     def __init__(self, name: str, modules: list[nn.Module], forward: Callable[..., Any], kind: str) -> None:
         self.name, self.forward, self.kind = name, forward, kind
-        self._modules = modules
+        self.modules = modules
         self._changing: set[tuple[int, str]] | None = None  # buffers: unknown until the first forward
         self._draws = True
 
@@ -116,7 +116,7 @@ class Recomputed:
         # By module and key: the dict with the buffer, its current tensor, and the tensor's version.
         buffers = {
             (id(module), key): (module._buffers, value, value._version)
-            for part in self._modules
+            for part in self.modules
             for module in part.modules()
             for key, value in module._buffers.items()
             if value is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.numerics.isolation import undisturbed
-from shoal.parallel.axis_collectives import TensorAxis, enter, gather, leave
+from shoal.parallel.axis_collectives import Change, TensorAxis, enter, gather, leave
 from shoal.parallel.model.sharded_model import Outputs, Runs
 from shoal.parallel.tensor.logits import Head, divided
 
@@ -151,12 +151,14 @@ def give_role(module: nn.Module, role: Any) -> None:
 class Entry:
     """Input of column-parallel layers with the same activation: one collective, `into`, for all of them.
 
-    `always`: share the result even if no gradient flows back.
+    `always`: share the result even if no gradient flows back. `cut`: `into` within a compiled region, which shares
+    equal calls by itself.
     """
 
     into: Callable[[Tensor], Tensor]
     num_users: int = 1
     always: bool = False
+    cut: Callable[[Tensor], Tensor] | None = None
     _seen: Any = field(default=None, repr=False)
     _entered: Tensor | None = field(default=None, repr=False)
     _uses: int = 0
@@ -164,6 +166,8 @@ class Entry:
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return `into(value)`, shared by consecutive users of the same tensor."""
+        if self.cut is not None and torch.compiler.is_compiling():
+            return self.cut(value)
         is_shared = self.always or (value.requires_grad and torch.is_grad_enabled())
         if self.num_users == 1 or not is_shared:
             return self.into(value)
@@ -261,6 +265,22 @@ class Row:
             output = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
             output = self.sum(output)
             return (output if bias is None else output + bias.to(narrow).float()).to(narrow)
+
+
+def cut_at_collectives(block: Sequence[nn.Module], cut: Callable[[Change], Change]) -> bool:
+    """Replace the collectives of a block's divided layers by what `cut` returns for them, within compiled regions.
+
+    Return False, and change nothing, if a layer communicates in another way than by one tensor in and one out.
+    """
+    roles = [m.tensor_role for part in block for m in part.modules() if isinstance(m, DividedLayer)]
+    if not all(isinstance(role, Column | Row | SlicedDropout) for role in roles):
+        return False
+    for role in roles:
+        if isinstance(role, Column):
+            role.entry.cut = role.entry.cut or cut(role.entry.into)
+        elif isinstance(role, Row):
+            role.sum = cut(role.sum)
+    return True
 
 
 @dataclass

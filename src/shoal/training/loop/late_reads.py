@@ -23,6 +23,7 @@ from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
+from shoal.training.loop.captured_evaluation import CapturedChunks
 from shoal.training.loop.captured_step import RECORDERS, CapturedStep, LaunchedStep
 from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.observe.step_records import StepRecords
@@ -96,9 +97,15 @@ class LateReads:
             self.capture(note)
 
     def capture(self, note: Callable[[str], None] | None = None) -> None:
-        """Capture the coming steps in a CUDA graph. `note`: receives the reason if none is captured."""
-        device = self._mesh.device
-        self._captured = CapturedStep(self._parts, self._runner, RECORDERS[device.type](device), note)
+        """Capture the coming steps, and on one rank the chunks of evaluations, in CUDA graphs.
+
+        `note`: receives the reason if none is captured.
+        """
+        device, parts = self._mesh.device, self._parts
+        recorder = RECORDERS[device.type](device)
+        self._captured = CapturedStep(parts, self._runner, recorder, note)
+        if self._mesh.world_size == 1:
+            parts.evaluator.capture(lambda: CapturedChunks(parts.model, recorder, note))
         self.is_possible = True
 
     @property
@@ -246,6 +253,7 @@ class LateReads:
         """Free the captured step, which may use the process group."""
         if self._captured is not None:
             self._captured.drop()
+        self._parts.evaluator.capture(lambda: None)
         self._captured, self.is_possible = None, self._possible
 
     def was_added(self, *, followed: bool) -> None:

@@ -112,7 +112,12 @@ class _Rounds:
 
 
 class Evaluator:
-    """Evaluation of a job's loss and metrics on its evaluation data."""
+    """Evaluation of a job's loss and metrics on its evaluation data.
+
+    `captured`: returns the second argument's result for a batch, possibly by a graph; None for ranks that communicate.
+    """
+
+    captured: Callable[[Any, Callable[[Any], list[Any]]], list[Any]] | None = None
 
     def __init__(
         self,
@@ -249,6 +254,22 @@ class Evaluator:
             with self._precision.products():
                 return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
+        def pairs_of(batch: Any) -> list[Any]:
+            pairs: list[Any] = []
+            for number, (name, function) in enumerate(self._metrics.items(), 1):
+                calls.clear()
+                # Other functions, and a second attempt of this function, need the batch as it was read.
+                copies = number < len(self._metrics) or name not in self._differentiates
+                call = functools.partial(pair_of, name, function, copies)
+                pairs += self._called(name, model, functools.partial(call, batch))
+                # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
+                # the same on all such ranks.
+                for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
+                    self._called(name, model, functools.partial(call, self._precision.inputs(other)))
+                    if calls:
+                        break
+            return pairs
+
         training = model.training
         model.eval()
         try:
@@ -256,20 +277,8 @@ class Evaluator:
                 counted = self._mesh.counts_loss and size > 0
                 if counted:
                     samples.append(size)
-                pairs: list[Any] = []
-                for number, (name, function) in enumerate(self._metrics.items(), 1):
-                    calls.clear()
-                    # Other functions, and a second attempt of this function, need the batch as it was read.
-                    copies = number < len(self._metrics) or name not in self._differentiates
-                    call = functools.partial(pair_of, name, function, copies)
-                    total, weight = self._called(name, model, functools.partial(call, batch))
-                    # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
-                    # the same on all such ranks.
-                    for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
-                        self._called(name, model, functools.partial(call, self._precision.inputs(other)))
-                        if calls:
-                            break
-                    pairs += [total, weight]
+                is_known = not any(self._differentiates.get(name, True) for name in self._metrics)
+                pairs = self.captured(batch, pairs_of) if self.captured is not None and is_known else pairs_of(batch)
                 if counted:
                     unread.append(_read_later(pairs))
         finally:
@@ -432,6 +441,11 @@ class EvaluationSets:
             metrics |= {named_metric(name, metric): value for metric, value in own_metrics.items()}
             count += own
         return metrics, count
+
+    def capture(self, make: Callable[[], Callable[[Any, Callable[[Any], list[Any]]], list[Any]] | None]) -> None:
+        """Give each evaluator its `captured`, from one call of `make` each."""
+        for evaluator in self._by_name.values():
+            evaluator.captured = make()
 
     @property
     def without_value(self) -> dict[str, str]:
