@@ -667,6 +667,27 @@ def doctor(*arguments: str, after: Call | None = LONGER) -> Call:
     return Call("doctor", ("out", *arguments), job=None, after=after)
 
 
+CLOCKED = Call(
+    "doctor",
+    ("--script", "loop.py {batch}", "--devices", "1", "--steps", "12"),
+    job=None,
+    files={"loop.py": LOOP.replace("range(3)", "range(12)")},
+    environment={"SHOAL_TESTS_FRESH": "1"},
+)
+
+
+def diagnosed(*keys: str) -> Any:
+    """A value in doctor.json."""
+
+    def see(ended: Ended) -> Any:
+        value = read(ended.out / "doctor.json")
+        for key in keys:
+            value = value[key]
+        return value
+
+    return see
+
+
 DOCTOR_OPTIONS: Table = {
     "run": Refuses(doctor(after=None), "no run began there"),
     "run: too short": Refuses(doctor(after=PLAIN.with_("--steps", "2")), "fewer than four steps"),
@@ -684,6 +705,18 @@ DOCTOR_OPTIONS: Table = {
         True,
     ),
     "--json": Acts(doctor("--json"), doctor(), lambda ended: '"causes": [' in ended.said, True),
+    "--script": Says(CLOCKED, "waiting for data"),
+    "--script: beside a run": Refuses(replace(CLOCKED, arguments=(*CLOCKED.arguments, "out")), "a run and a script"),
+    "--script: with --try": Refuses(CLOCKED.with_("--try"), "--script with --try"),
+    "--batch": Acts(CLOCKED.with_("--batch", "4"), CLOCKED, diagnosed("script", "batch"), 4),
+    "--batch: of a run": Refuses(doctor("--batch", "4"), "--batch and the run"),
+    "--launcher": Acts(CLOCKED.with_("--launcher", "python"), CLOCKED, diagnosed("script", "launcher"), "python"),
+    "--cpu": Acts(CLOCKED.with_("--cpu"), CLOCKED, diagnosed("cpu"), True),
+    "--devices": Acts(CLOCKED.with_("--devices", "2"), CLOCKED, diagnosed("devices"), 2),
+    "--out": Acts(
+        CLOCKED.with_("--out", "elsewhere"), CLOCKED, lambda ended: (ended.folder / "elsewhere").is_dir(), True
+    ),
+    "--out: of a machine": Refuses(Call("doctor", ("--out", "elsewhere"), job=None), "--out and no run"),
 }
 
 

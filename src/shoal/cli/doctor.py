@@ -1,4 +1,4 @@
-"""The `shoal doctor` command: an examination of this machine, or of a run on disk."""
+"""The `shoal doctor` command: an examination of this machine, of a run on disk, or of a training script."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.cli.options import DoctorOptions
+from shoal.cli.script import place_of, refuse_script_options, script_of
 from shoal.doctor.health import Severity, judged, lines, worst
 from shoal.doctor.host_facts import host_facts
 from shoal.errors import CommandError, ExitCode
+from shoal.launch.signals import exiting, stop_signals
+
+_SCRIPT_STEPS = 20
 
 
 def doctor(options: DoctorOptions) -> ExitCode:
-    """Examine this machine, or a run. Raises: CommandError, LaunchError; as `shoal.doctor.run_diagnosis.examine`."""
+    """Examine this machine, a run or a script. Raises: CommandError, LaunchError; as `run_diagnosis.examine`."""
+    if options.script is not None:
+        return _diagnose_script(options)
+    refuse_script_options("doctor", options)
     if options.run is not None:
         if options.hosts:
             raise CommandError(
@@ -53,3 +60,14 @@ def doctor(options: DoctorOptions) -> ExitCode:
     else:
         print("\n".join(lines(facts.name, checks)))
     return ExitCode.FAILED if worst(checks) is Severity.ERROR else ExitCode.DONE
+
+
+def _diagnose_script(options: DoctorOptions) -> ExitCode:
+    """Say where the time of a script's steps goes. Raises: CommandError."""
+    script = script_of("doctor", options)
+    from shoal.doctor.script_diagnosis import diagnose_script  # torch
+
+    with exiting(stop_signals(), ExitCode.INTERRUPTED):
+        devices, out = place_of(options, f"{script.name}-doctor")
+        diagnose_script(script, devices, options.steps or _SCRIPT_STEPS, out, as_json=options.json)
+    return ExitCode.DONE

@@ -436,12 +436,40 @@ class DoctorOptions:
         refused="without a run, without `--job`, where the job does not run",
     )
     steps: int | None = option(
-        "train N steps in each trial of --try (default: 40, or more for rare events)",
+        "train N steps in each trial of --try (default: 40, or more for rare events), or of a script (20)",
         "N",
         least=10,
         page="with `--try`: steps of each trial (40, or three evaluations or checkpoints, or two of rarer ones; 400 "
-        "at most)",
-        refused="fewer than 10; without a run",
+        "at most); of a script 20",
+        refused="fewer than 10; without a run or a script",
+    )
+    script: str | None = option(
+        "examine this training script as it is, in place of a run: 'train.py --batch-size {batch}'",
+        "COMMAND",
+        page="[a training script](scripts.md#where-its-time-goes) and its arguments, in place of a run",
+        refused="a run beside it; options that only a run has; a script that is not there",
+    )
+    devices: int | str | None = option(
+        "run a script on N processes (default: all GPUs, or 2)",
+        "N",
+        least=1,
+        page="of a script: its processes; without it all GPUs, or 2",
+        refused="0; without a script",
+    )
+    launcher: str = _launcher("as for `shoal verify`")
+    batch: int | None = option(
+        "fill {batch} of a script with N, the samples of one process (default: 8)",
+        "N",
+        least=1,
+        page="as for `shoal verify`",
+        refused="0; without a script",
+    )
+    cpu: bool = switch(_CPU, page="as for `shoal verify`: these are times of the CPU", refused="without a script")
+    out: str | None = option(
+        "write doctor.json and the output of a script's ranks here (default: runs/NAME-doctor)",
+        "DIR",
+        page="of a script: the directory of `doctor.json`; without it `runs/NAME-doctor`",
+        refused="one that holds a run; without a script",
     )
     hosts: str | None = option(
         "try ports between these hosts over ssh, with options of ssh behind them",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,20 +94,18 @@ Losses = Iterator[LostTime]
 
 def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
     """Return the causes worth reporting, the largest possible saving first; `more` are causes found elsewhere."""
-    rules: tuple[Callable[[RunTimes], Losses], ...] = (
-        _evaluation,
-        _checkpoints,
-        _data,
-        _threads,
-        _slow_rank,
-        _shares,
-        _bubbles,
-        _messages,
-        _large_sums,
-        _devices,
-        _host,
-    )
-    losses = [*more, *(loss for rule in rules for loss in rule(times))]
+    rules = (_shares, _bubbles, _devices, _host)
+    return in_order([*more, *of_any_loop(times), *(loss for rule in rules for loss in rule(times))])
+
+
+def of_any_loop(times: RunTimes) -> Losses:
+    """Yield the causes that a training loop without shoal may have too."""
+    rules = (_evaluation, _checkpoints, _data, _threads, _slow_rank, _messages, _large_sums)
+    return (loss for rule in rules for loss in rule(times))
+
+
+def in_order(losses: Iterable[LostTime]) -> tuple[LostTime, ...]:
+    """Return the causes worth reporting, the largest possible saving first."""
     return tuple(sorted((loss for loss in losses if loss.is_worth_telling), key=lambda loss: -loss.regained))
 
 
@@ -115,7 +113,8 @@ def _lost(times: RunTimes, cause: str, title: str, seconds: float, seen: str, *r
     return LostTime(cause, title, seconds, seconds / times.total, seen, remedies, seconds / times.total)
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Return seconds in milliseconds, or in seconds from one on."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
@@ -131,9 +130,9 @@ def _evaluation(times: RunTimes) -> Losses:
     rarer = every * _RARER
     lost = cost.per_step + times.best.per_step
     gain = lost * (1 - 1 / _RARER) / times.total
-    seen = f"an evaluation of {_ms(cost.each)} after every {every} steps"
+    seen = f"an evaluation of {ms(cost.each)} after every {every} steps"
     if times.best.per_step:
-        seen += f", and training waits {_ms(times.best.each)} for a checkpoint where the watched metric is better"
+        seen += f", and training waits {ms(times.best.each)} for a checkpoint where the watched metric is better"
     words = f"evaluation every {rarer} steps instead of {every}"
     if times.asks_evaluations:
         words += ", where the job's callback asks for it"
@@ -153,9 +152,9 @@ def _checkpoints(times: RunTimes) -> Losses:
         gain = (lost - _CHECKPOINT_SHARE * times.step) / times.total
         rarer = max(every + 1, round(every * lost / (_CHECKPOINT_SHARE * times.step)))
         after = "step" if every == 1 else f"{every} steps"
-        seen = f"training waits {_ms(cost.each)} for a checkpoint after every {after}"
+        seen = f"training waits {ms(cost.each)} for a checkpoint after every {after}"
         if beside:
-            seen += f", and a thread writes it beside the next ones: {_ms(times.writing or 0.0)} of a core"
+            seen += f", and a thread writes it beside the next ones: {ms(times.writing or 0.0)} of a core"
         words = f"a checkpoint every {rarer} steps instead of {every}"
         if is_requested:
             remedy = Remedy("checkpoint-rarely", f"{words}, where the job's callback asks for it", gain)
@@ -183,13 +182,14 @@ def _data(times: RunTimes) -> Losses:
     rest = max(times.step - wait, 1e-9)
     workers = int(times.section("data").get("workers") or 0)
     read = (times.step * workers) if workers else wait  # workers read in parallel with the step
-    computes = read < _COMPUTED * times.samples / times.world_size
+    known = times.reads_compute
+    computes = read < _COMPUTED * times.samples / times.world_size if known is None else known
     most = _spare_cores(times) // times.world_size if computes else _MOST_WORKERS
     if most <= workers:
         return
     wanted = next((n for n in range(workers + 1, most) if read / n <= rest), most)
     then = max(rest + _HANDED_OVER * times.microbatches, read / wanted)
-    seen = f"a step waits {_ms(wait)} for its samples, with {workers or 'no'} data workers a rank"
+    seen = f"a step waits {ms(wait)} for its samples, with {workers or 'no'} data workers a rank"
     words = f"{wanted} data worker{'s' if wanted > 1 else ''} a rank"
     if not computes and _spare_cores(times) < wanted * times.world_size:
         words += ", where reading waits; where it computes, each takes a core that the ranks have now"
@@ -318,7 +318,7 @@ def _messages(times: RunTimes) -> Losses:
         # Sending and receiving use the cores that compute, so fewer messages speed up the whole step.
         quiet = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
         lost = max(lost, times.step - quiet - sums * needed / times.messages)
-    seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {_ms(sums)} exposed"
+    seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {ms(sums)} exposed"
     remedies = [Remedy("larger-buckets", f"buckets for {needed} messages a step", lost / times.total)]
     if times.device == "cpu" and times.section("collectives").get("all_reduce") != "shared_memory":
         words = "sums in shared memory, where the ranks are of one host"
@@ -337,7 +337,7 @@ def _large_sums(times: RunTimes) -> Losses:
         return
     if sums < _SLOWER * times.step:
         return
-    seen = f"{times.message_bytes / 1e6:.3g} MB of gradients a step and rank, of which {_ms(sums)} are exposed"
+    seen = f"{times.message_bytes / 1e6:.3g} MB of gradients a step and rank, of which {ms(sums)} are exposed"
     words = "gradients summed in bfloat16, which rounds them: docs/compression.md"
     sections = {"collectives": {"compression": "bfloat16"}}
     yield _lost(times, "sums", "large sums", sums, seen, Remedy("bfloat16", words, 0.5 * sums / times.total, sections))
@@ -362,7 +362,7 @@ def _devices(times: RunTimes) -> Losses:
     mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
     lost = times.step - mended - seconds_by_number[best]  # may be negative: fewer device-hours for a longer time
     per_rank = times.samples / times.world_size
-    seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
+    seen = f"{per_rank:.3g} samples a rank: {ms(times.computing)} of computing, {ms(_communication(times))} of sums"
     if _crowded(times):
         seen += f"; {times.world_size} processes on {times.cores} cores"
     words = f"{_devices_of(best)} instead of {times.world_size}"
@@ -374,7 +374,7 @@ def _devices(times: RunTimes) -> Losses:
 
 def _host(times: RunTimes) -> Losses:
     other = times.spans.get("other", 0.0)
-    seen = f"{_ms(other)} a step are neither data, model, sums nor update"
+    seen = f"{ms(other)} a step are neither data, model, sums nor update"
     yield _lost(times, "host", "the host beside the model", other, seen)
 
 

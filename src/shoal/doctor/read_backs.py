@@ -47,13 +47,13 @@ def read_backs(document: Mapping[str, Any], times: RunTimes) -> ReadBacks | None
         passes = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == name]
         own = [[o for o in operators if began <= o["ts"] <= ended] for began, ended in passes]
         count += sum(o["name"] == _READ for one in own for o in one)
-        reading, other = map(sum, zip(*map(_divided, own), strict=True)) if own else (0.0, 0.0)
+        reading, other = map(sum, zip(*map(divided, own), strict=True)) if own else (0.0, 0.0)
         if reading:
             seconds += times.spans.get(name, 0.0) * reading / (reading + other)
     return ReadBacks(count / steps, seconds) if steps and count >= _FEWEST * steps else None
 
 
-def _divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+def divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return the microseconds of reads and of other operators, each with Python's time between two of a kind."""
     outer: list[tuple[str, float, float]] = []
     for operator in operators:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.doctor.causes import LostTime, Remedy, causes
+from shoal.doctor.causes import LostTime, Remedy, causes, ms
 from shoal.doctor.read_backs import lost_in, places_of, read_backs
 from shoal.doctor.run_times import RunTimes, run_times
 from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
@@ -212,11 +212,11 @@ def _lines(path: str, result: RunDiagnosis, plans: dict[str, Path]) -> list[str]
     times, chosen = result.times, result.chosen
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
-    lines = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
+    lines = [f"{path}: {ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
     if not result.causes:
         lines.append("healthy: nothing that could be had back takes 3 % of the time")
     for number, loss in enumerate(result.causes, 1):
-        lines.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
+        lines.append(f"{number}. {loss.title}: {ms(loss.seconds)} a step, {loss.share:.0%} of the time")
         lines.append(f"   {loss.seen}")
         for remedy in loss.remedies:
             lines.append(f"   {-remedy.gain:+.0%} of the time{_cost(remedy, times)}: {remedy.words}")
@@ -289,7 +289,3 @@ def _document(
         "planner_chooses": document(result.chosen) if result.chosen is not None else None,
         "tried": tries,
     }
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"

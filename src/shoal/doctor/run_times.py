@@ -57,6 +57,7 @@ class RunTimes:
     `undisturbed`: the first decile of each span on the rank with the least of it.
     `writing`: core seconds of the thread that writes a checkpoint in parallel with steps, if recorded.
     `threads` of each process and `cores` of its host: None if not recorded.
+    `reads_compute`: whether reading samples keeps a core busy, None if that is not known.
     `share_of_grains`: the most grains of a rank relative to their mean.
     """
 
@@ -76,6 +77,7 @@ class RunTimes:
     host: str = ""
     threads: int | None = None
     cores: int | None = None
+    reads_compute: bool | None = None
     grains: int = 1
     share_of_grains: float = 1.0
     microbatches: int = 1
@@ -170,7 +172,7 @@ def seconds_per_step(of: Sequence[StepRecord]) -> float:
     Events after the last step belong to the end of the run and are excluded.
     """
     records = _each_step(of)
-    return median(_plain(records)) + sum(event.per_step for event in _events(records).values())
+    return float(median(_plain(records)) + sum(event.per_step for event in _events(records).values()))
 
 
 def _each_step(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
@@ -189,7 +191,7 @@ def _quickest(records: Sequence[StepRecord], span: str) -> float:
     return values[len(values) // _QUICKEST]
 
 
-def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
+def _events(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Return the periodic events between steps, by their names in `RunTimes`."""
     return {
         "evaluation": _periodic(records, lambda r: (r.after or {}).get("evaluation", 0.0)),

@@ -99,7 +99,7 @@ class Processes:
     """Processes of one execution of a script, with the observer in each."""
 
     def __init__(self, script: Script, folder: Path, devices: int, batch: int, options: Mapping[str, Any]) -> None:
-        self.folder, self.devices = folder, devices
+        self.script, self.folder, self.devices = script, folder, devices
         folder.mkdir(parents=True, exist_ok=True)
         port = _free_port()
         world, first = options.get("ranks", devices), options.get("rank", 0)
@@ -110,11 +110,13 @@ class Processes:
         common = {
             "PYTHONPATH": path,
             "SHOAL_OBSERVER": json.dumps({"folder": str(folder.absolute()), **about, **options}),
-            "TORCH_COMPILE_DISABLE": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         if "asserts" in options:
             common["PYTHONOPTIMIZE"] = "1"
+        if options["mode"] != "clock":
+            common["TORCH_COMPILE_DISABLE"] = "1"
+        if options["mode"] != "clock" or devices > 1:  # as launchers do
+            common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if script.cpu:
             common |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         own = 1 if script.launcher == "python" else devices
@@ -153,6 +155,24 @@ class Processes:
         for child in self.children:
             child.kill()
 
+    def check(self, failed: int | None, recorded: Sequence[int], out: Path) -> None:
+        """Check that each rank has recorded steps: their numbers by rank. Raises: CommandError."""
+        given = f"--script {self.script.command!r} on {several(self.devices, 'process')}"
+        if failed is not None and len(recorded) < self.devices:
+            code, said = self.children[failed].process.returncode, "\n  ".join(["", *self.last_lines(failed)])
+            conflict = f"rank {failed} ended with exit code {code} before its steps were seen:{said}"
+            remedy = f"run it by itself first; the output of each rank is in {out}/"
+        elif len(recorded) not in (0, self.devices):
+            conflict = f"{several(len(recorded), 'process')} of it trained"
+            remedy = "give the launcher that starts its processes, or {devices} as the script's own argument"
+        elif not any(recorded):
+            said = "; ".join(self.last_lines(0)[-2:]) or "it printed nothing"
+            conflict = f"no optimizer of torch made a step in it: {said}"
+            remedy = "give a command that trains, and more of --steps or data if it ends before"
+        else:
+            return
+        raise CommandError(given=given, conflict=conflict, remedy=remedy)
+
     def last_lines(self, rank: int) -> list[str]:
         """Return the last lines that a rank has printed."""
         text = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
@@ -181,24 +201,11 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         record = Processes(script, folder, devices, script.batch, {"mode": "record", "steps": steps})
         failed = record.finish()
         records = read_records(str(folder))
-        if failed is not None and len(records) < devices:
-            raise CommandError(
-                given=f"--script {script.command!r} on {several(devices, 'process')}",
-                conflict=f"rank {failed} ended with exit code {record.children[failed].process.returncode} before its "
-                f"steps were seen:\n  " + "\n  ".join(record.last_lines(failed)),
-                remedy=f"run it by itself first; the output of each rank is in {out}/",
-            )
         for name in sorted({name for one in records for name in one["unread"]}):
             raise CommandError(
                 given=f"--script {script.command!r}, which uses {name}",
                 conflict=_UNREAD[name],
                 remedy="verify it with DistributedDataParallel or fully_shard, if it has such an argument",
-            )
-        if records and len(records) != devices:
-            raise CommandError(
-                given=f"--script {script.command!r} on {several(devices, 'process')}",
-                conflict=f"{several(len(records), 'process')} of it trained",
-                remedy="give the launcher that starts its processes, or {devices} as the script's own argument",
             )
         if how := divided_by_hand(records):
             raise CommandError(
@@ -207,13 +214,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 remedy="verify it without that division, or divide it by torch's parallelize_module",
             )
         recorded = [len(one["steps"]) for one in records]
-        if not records or not max(recorded):
-            said = "; ".join(record.last_lines(0)[-2:]) or "it printed nothing"
-            raise CommandError(
-                given=f"--script {script.command!r}",
-                conflict=f"no optimizer of torch made a step in it: {said}",
-                remedy="give a command that trains, and more of --steps or data if it ends before",
-            )
+        record.check(failed, recorded, out)
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records))
         evidence = Evidence(records, replay)

@@ -28,8 +28,9 @@ from torch import nn
 
 
 def beside(name: str) -> Any:
-    """Return a module of this folder, in an environment that may be without shoal."""
+    """Return a module of this folder, or of a path, in an environment that may be without shoal."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    name = os.path.basename(name)
     spec = importlib.util.spec_from_file_location(f"_shoal_{name}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -580,14 +581,14 @@ class ScriptRecorder:
         os.replace(path + ".new", path)
 
 
-def path_of(folder: str, rank: int) -> str:
+def path_of(folder: str, rank: int, suffix: str = "pt") -> str:
     """Return the file of a rank's record."""
-    return os.path.join(folder, f"rank-{rank}.pt")
+    return os.path.join(folder, f"rank-{rank}.{suffix}")
 
 
-def leave(folder: str, world: int) -> None:
+def leave(folder: str, world: int, suffix: str = "pt") -> None:
     """End the process once every rank has written, without exit handlers, which would wait for peers."""
-    paths = [path_of(folder, rank) for rank in range(world)]
+    paths = [path_of(folder, rank, suffix) for rank in range(world)]
     end = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < end and not all(map(os.path.exists, paths)):
         time.sleep(0.02)
@@ -649,6 +650,9 @@ def start() -> None:
         os.environ.pop("SHOAL_OBSERVER")
     if options.get("cpu"):
         beside("on_cpu").install(options["world"])
+    if options["mode"] == "clock":
+        beside(options["clock"]).install(options)
+        return
     job = options["mode"] == "job"
     room = options.get("room", float("inf"))
     recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"], room)
