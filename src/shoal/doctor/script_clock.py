@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
-    from shoal.programs import observer, parts
+    from shoal.programs import hooks, observer, parts
 else:  # within a script, whose environment may be without shoal
     observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
+    hooks = observer.beside("hooks")
 
 # Updates before the profiler starts, and steps under it. The first step under it has the profiler's own start in it.
 _WARM_STEPS, _PROFILED_STEPS = 2, 6
@@ -115,8 +116,8 @@ class ScriptClock:
 
     def exchange(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function of torch.distributed, and note it by the script's line if no sharded module calls it."""
-        frame = sys._getframe(1)
-        is_sharding = str(frame.f_globals.get("__name__")).startswith(observer.SHARDING)
+        frame = sys._getframe(2)  # of what calls the wrapper
+        is_sharding = str(frame.f_globals.get("__name__")).startswith(hooks.SHARDING)
         if is_sharding or not self._open or any(span.name in ("exchange", "backward") for span in self._open):
             return run(*args, **kwargs)
         began = time.perf_counter()
@@ -193,7 +194,7 @@ class ScriptClock:
 
     def write(self) -> None:
         """Write the record, once, after time trials of the optimizers on copies of their parameters."""
-        path = os.path.join(self.folder, f"rank-{parts.own_rank()}.json")
+        path = observer.path_of(self.folder, parts.own_rank(), "json")
         helps = multiprocessing.parent_process() is not None or os.path.exists(path)
         if self.done or os.getpid() != self._process or (not self.updates and helps):
             return
@@ -315,21 +316,21 @@ def install(options: dict[str, Any]) -> None:
         clock.counts["backwards"] += 1
         return clock.within("backward", run, *args, **kwargs)
 
-    observer.around(torch.autograd, "backward", backward)
+    hooks.around(torch.autograd, "backward", backward)
 
     def zero(run: Any, *args: Any, **kwargs: Any) -> Any:
         clock.counts["zeros"] += not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True))
         return clock.within("zero", run, *args, **kwargs)
 
     for owner in (torch.optim.Optimizer, nn.Module):
-        whole(owner, "zero_grad", zero)
+        hooks.around(owner, "zero_grad", zero)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for module in (clip_grad, nn.utils):
-            observer.around(module, name, functools.partial(clock.within, "optimizer"))
-    for name in (*observer.EXCHANGES, "barrier"):
-        observer.around(torch.distributed, name, clock.exchange)
-    whole(torch.distributed.Work, "wait", functools.partial(clock.within, "exchange"))
-    observer.around(torch, "save", functools.partial(clock.within, "checkpoint"))
+            hooks.around(module, name, functools.partial(clock.within, "optimizer"))
+    for name in (*hooks.EXCHANGES, "barrier"):
+        hooks.around(torch.distributed, name, clock.exchange)
+    hooks.around(torch.distributed.Work, "wait", functools.partial(clock.within, "exchange"))
+    hooks.around(torch, "save", functools.partial(clock.within, "checkpoint"))
 
     def mode(module: nn.Module, training: bool = True) -> None:
         if not clock.optimizers or module.training == training:
@@ -338,7 +339,7 @@ def install(options: dict[str, Any]) -> None:
         if 2 * sum(1 for _ in module.parameters()) >= len(owners):  # the model, and none of its layers
             (clock.end if training else clock.begin)("evaluation")
 
-    observer.method(nn.Module, "train", mode)
+    hooks.method(nn.Module, "train", mode)
 
     def iterated(run: Any, loader: Any) -> Any:
         clock.loaders[id(loader)] = {
@@ -349,20 +350,7 @@ def install(options: dict[str, Any]) -> None:
         clock.counts["loader_starts"] += 1
         return clock.within("data", run, loader)
 
-    whole(DataLoader, "__iter__", iterated)
-    whole(dataloader._BaseDataLoaderIter, "__next__", clock.next_batch)
+    hooks.around(DataLoader, "__iter__", iterated)
+    hooks.around(dataloader._BaseDataLoaderIter, "__next__", clock.next_batch)
     if torch.distributed.is_available():
-        observer.method(
-            nn.parallel.DistributedDataParallel, "__init__", lambda self, *a, **k: clock.replicas.append(self)
-        )
-
-
-def whole(owner: Any, name: str, wrap: Any) -> None:
-    """Replace a method of a class by `wrap(method, self, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrap(original, self, *args, **kwargs)
-
-    setattr(owner, name, call)
+        hooks.method(nn.parallel.DistributedDataParallel, "__init__", lambda self, *a, **k: clock.replicas.append(self))
