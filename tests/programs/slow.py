@@ -26,7 +26,7 @@ class Samples(Dataset):
 
     def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         if slow == "loader":
-            time.sleep(0.01)
+            time.sleep(0.04)
         generator = torch.Generator().manual_seed(place)
         rows = int(torch.randint(1, 60, (), generator=generator)) if slow == "ragged" else 1
         return torch.randn(rows, WIDTH, generator=generator), torch.randint(0, 9, (rows,), generator=generator)
@@ -55,7 +55,7 @@ for number, (inputs, targets) in enumerate(loader):
     outputs = model(inputs)
     loss = F.cross_entropy(outputs, targets)
     if slow == "rank" and dist.get_rank() == 1:
-        time.sleep(0.05)
+        time.sleep(0.3)
     if slow == "python":
         sum(range(2_000_000))
     if slow == "reads":

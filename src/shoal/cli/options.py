@@ -446,7 +446,7 @@ class DoctorOptions:
     script: str | None = option(
         "examine this training script as it is, in place of a run: 'train.py --batch-size {batch}'",
         "COMMAND",
-        page="[a training script](scripts.md#where-its-time-goes) and its arguments, in place of a run",
+        page="[a training script](doctor.md#a-script) and its arguments, in place of a run",
         refused="a run beside it; options that only a run has; a script that is not there",
     )
     devices: int | str | None = option(

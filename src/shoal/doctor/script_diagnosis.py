@@ -1,4 +1,4 @@
-"""Diagnosis of a training script as it is: where the time of its steps goes, and the remedies that save most of it."""
+"""Diagnosis of a training script as it is: the parts of its steps' time, causes and remedies."""
 
 from __future__ import annotations
 
