@@ -82,9 +82,7 @@ def main():
     torch.manual_seed(args.seed)
     net = Net()
     by_hand = way.startswith(("assigned", "flat"))
-    model = (
-        net if by_hand else DistributedDataParallel(net, find_unused_parameters=way.startswith(("heads", "contrast")))
-    )
+    model = net if by_hand else DistributedDataParallel(net, find_unused_parameters=True)
     trained = [p for p in net.parameters() if p.requires_grad]
     masters = [p.detach().clone().requires_grad_() for p in trained] if way.startswith("master") else trained
     optimizer = torch.optim.SGD(masters, lr=0.05, momentum=0.9)

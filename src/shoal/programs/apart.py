@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shoal.programs.check import Evidence, Finding, unlike_parts
+from shoal.programs.check import Evidence, Finding, trained_calls, unlike_parts
+from shoal.programs.observer import same_state
 from shoal.report.quantities import several
 
 # Cause and remedy of each finding.
@@ -79,7 +80,7 @@ def _calls(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iter
     """Compare in which mode, with which weights and random states ranks call their modules in one step."""
     classes = [module["class"] for module in evidence.records[0]["modules"]]
     before = [record["steps"][number - 1] for record in evidence.records] if number else []
-    for calls in zip(*(step["calls"] for step in steps), strict=False):
+    for calls in zip(*(trained_calls(step) for step in steps), strict=False):
         name = classes[calls[0]["module"]]
         if len({call["module"] for call in calls}) > 1:
             continue
@@ -97,13 +98,9 @@ def _calls(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iter
         if same and not any(step["places"] for step in steps) and len({call["digest"] for call in calls}) > 1:
             said = "ranks have other weights at the next forward, and had the same after this update"
             yield Finding(number - 1, "replicas", name, said, None, *_CHANGED)
-    first = [step["calls"][0] for step in steps if step["calls"] and step["calls"][0]["draws"]]
-    states = [call["random"]["torch"] for call in first]
-    if (
-        number == 0
-        and len(first) == len(evidence.groups) > 1
-        and all(torch.equal(state, states[0]) for state in states)
-    ):
+    first = [calls[0] for calls in map(trained_calls, steps) if calls and calls[0]["draws"]]
+    states = [tuple(call["random"].get(name, ()) for name in call["draws"]) for call in first]
+    if number == 0 and len(first) == len(evidence.groups) > 1 and all(same_state(state, states[0]) for state in states):
         said = "all ranks draw the same random numbers in it: equal dropout masks or noise for other samples"
         yield Finding(number, "forward", classes[first[0]["module"]], said, None, *_NOISE, fails=False)
 

@@ -252,7 +252,7 @@ def _processes(evidence: Evidence) -> Iterator[Finding]:
 def _data(evidence: Evidence) -> Iterator[Finding]:
     ranks = len(evidence.records)
     rows = [
-        [[row for call in step["calls"] for row in call["rows"]] for step in record["steps"]]
+        [[row for call in trained_calls(step) for row in call["rows"]] for step in record["steps"]]
         for record in evidence.records
     ]
     evidence.coverage.samples = sum(len(own) for of_rank in rows for own in of_rank)
@@ -279,6 +279,11 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         said = f"ranks have parts of the data, and the loader divides each of them by {loaders[0]['shares']} once more"
         yield Finding(loaders[0]["step"], "data", "dataset", said, None, *_SHARED)
     yield from _epochs(evidence, rows)
+
+
+def trained_calls(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the forwards of a step that a backward has followed."""
+    return [call for call in step["calls"] if call["passes"] or not call["outputs"]]
 
 
 def _epochs(evidence: Evidence, rows: list[list[list[str]]]) -> Iterator[Finding]:
@@ -431,7 +436,10 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             strange = steps[0]["strange"]
             name = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
             said = f"{strange} of its {strange + used} tensors are in no module that the script calls"
-            yield Finding(number, "update", name, said, None, *_EARLY, fails=used == 0 or strange > used)
+            # Copies of parameters, such as those in float32, from which the script sets the module's own.
+            copies = any(record["alone"] for record in evidence.records)
+            fails = (used == 0 or strange > used) and not copies
+            yield Finding(number, "update", name, said, None, *_EARLY, fails=fails)
         for clips in zip(*(step["clips"] for step in steps), strict=False):
             norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
             if norms and max(norms) > clips[0]["limit"] and max(norms) > (1 + 10 * evidence.tolerance) * min(norms):
@@ -490,10 +498,12 @@ def _unlike_mean(
         places = [step["places"].get(key) for step in steps]
         own = [step["local"].get(key) for step in steps]
         if any(place is not None for place in places) or any(g is None for g in own):
-            own = [replayed.get(rank, {}).get(key) for rank in range(ranks)]
-        if any(g is None for g in own):
+            own = [replayed.get(rank, {}).get(key, g) for rank, g in enumerate(own)]
+        if all(g is None for g in own) or (any(g is None for g in own) and any(places)):
             unseen.append(evidence.named(key))
             continue
+        zero = torch.zeros_like(next(g for g in own if g is not None))
+        own = [zero if g is None else g for g in own]  # a rank whose samples do not use the parameter
         mean = torch.stack([_of_group(evidence, group, steps, own) for group in evidence.groups]).mean(0) / scale
         failure: dict[str, Any] = {"key": key, "worst": 0.0, "apart": 0.0, "ratios": [], "limits": [], "by_hand": True}
         first: dict[str, Tensor] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -391,6 +393,9 @@ def _rank_variables(rank: int, devices: int, port: int, script: Script) -> dict[
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a free port below those that the system gives to other programs' connections."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port

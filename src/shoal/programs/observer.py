@@ -420,6 +420,10 @@ class ScriptRecorder:
                 before = part.gradient() if part.place is not None else None
                 if before is not None and parts.local(before).any():
                     self.step["carried"][part.key] = parts.host_copy(before)
+        for key in [key for key in self._local if key in self._spent] if outer else ():
+            gradient = self._hooked[key].grad
+            if gradient is None or not parts.host_copy(gradient).any():  # set to zero by the script itself
+                self.cleared([self._hooked[key]])
         for key, handle in self._handles.items() if outer else ():  # behind the hooks of the script's own
             hooks: Any = self._hooked[key]._backward_hooks
             if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
@@ -436,7 +440,7 @@ class ScriptRecorder:
         if self.deaf:
             return
         began = time.perf_counter()
-        if parameter.grad is None or (key in self._spent and not parts.host_copy(parameter.grad).any()):
+        if parameter.grad is None:
             self.cleared([parameter])
         self._trained.add(key)
         values = parts.host_copy(gradient)

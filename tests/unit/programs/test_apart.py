@@ -23,7 +23,8 @@ def records() -> list[dict[str, Any]]:
         steps = []
         for number in range(3):
             call = {"module": 0, "training": True, "unlike": [], "autocast": None, "digest": f"w{number}", "dtypes": {}}
-            call |= {"draws": True, "random": {"torch": torch.tensor([rank])}, "exchanges": False}
+            call |= {"draws": ["torch"], "random": {"torch": torch.tensor([rank])}, "exchanges": False}
+            call |= {"passes": {1: {}}, "outputs": []}
             call["rows"] = [f"{rank} {number} {row}" for row in range(4)]
             own = {"calls": [call], "buffers": {"0:mean": torch.ones(2)}, "after_digests": {"0:weight": f"a{number}"}}
             steps.append({**new_step(), **own, "scales": [8.0], "unscaled": True, "raw": False, "optimizer": 0})
