@@ -100,7 +100,12 @@ def _calls(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iter
             yield Finding(number - 1, "replicas", name, said, None, *_CHANGED)
     first = [calls[0] for calls in map(trained_calls, steps) if calls and calls[0]["draws"]]
     states = [tuple(call["random"].get(name, ()) for name in call["draws"]) for call in first]
-    if number == 0 and len(first) == len(evidence.groups) > 1 and all(same_state(state, states[0]) for state in states):
+    if (
+        number == 0
+        and len(first) == len(evidence.groups) > 1
+        and all(call["draws"] == first[0]["draws"] for call in first)
+        and all(same_state(state, states[0]) for state in states)
+    ):
         said = "all ranks draw the same random numbers in it: equal dropout masks or noise for other samples"
         yield Finding(number, "forward", classes[first[0]["module"]], said, None, *_NOISE, fails=False)
 
