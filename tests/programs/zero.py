@@ -17,6 +17,7 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--clip", type=float, default=0.0)
 parser.add_argument("--low", action="store_true")
 parser.add_argument("--groups", action="store_true")
+parser.add_argument("--inner", action="store_true")  # the module without the engine, whose hooks sum all the same
 parser.add_argument("--fault", default="")
 arguments = parser.parse_args()
 deepspeed.init_distributed("gloo")
@@ -29,6 +30,7 @@ groups = [{"params": list(net.parameters())}]
 if arguments.groups:
     decayed = [parameter for parameter in net.parameters() if parameter.ndim > 1]
     groups = [{"params": decayed}, {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+rate = 0.01 * (rank + 1 if arguments.fault == "rate" else 1)
 config = {
     "train_micro_batch_size_per_gpu": arguments.batch,
     "gradient_accumulation_steps": arguments.accumulate,
@@ -37,7 +39,7 @@ config = {
     "gradient_clipping": arguments.clip,
     "bf16": {"enabled": arguments.low},
 }
-engine, _, _, _ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)
+engine, _, _, _ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=rate), config=config)
 if arguments.fault == "weights" and rank == 1:  # this rank's copy, which each update writes anew
     with torch.no_grad():
         net[0].weight.mul_(1.5)
@@ -47,7 +49,7 @@ for epoch in range(3):
         sampler.set_epoch(epoch)
     for inputs, targets in DataLoader(data, arguments.batch, sampler=sampler):
         inputs = inputs.bfloat16() if arguments.low else inputs
-        loss = F.cross_entropy((net if arguments.fault == "inner" else engine)(inputs).float(), targets)
+        loss = F.cross_entropy((net if arguments.inner else engine)(inputs).float(), targets)
         if arguments.fault == "twice":  # the engine divides by the microbatches too
             loss = loss / arguments.accumulate
         if arguments.fault == "world":

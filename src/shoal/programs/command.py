@@ -34,7 +34,7 @@ _SITE = str(Path(__file__).parent / "site")
 # Words that start a launcher of their own; the script and its arguments are wanted alone.
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 _UNREAD = {
-    "DeepSpeedEngine": "its parameters and gradients are parts of flat tensors, which are not compared yet",
+    "DeepSpeedEngine": "its parameters are parts of ZeRO-3 or of a pipeline, which are not compared yet",
     "PipelineStage": "each rank has other modules, whose forwards and gradients are not compared yet",
 }
 _POLL_SECONDS = 0.05
@@ -218,7 +218,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         recorded = [len(one["steps"]) for one in records]
         record.check(failed, recorded, out)
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
-        replay = _replayed(script, folder, len(records))
+        replay = _replayed(script, folder, len(records), records[0]["libraries"])
         evidence = Evidence(records, replay)
         if failed is not None and not evidence.joins:
             code = record.children[failed].process.returncode
@@ -293,9 +293,9 @@ def job_answer(script: Script, then: str, request: dict[str, Any]) -> str:
     )
 
 
-def _replayed(script: Script, folder: Path, devices: int) -> dict[str, Any] | None:
+def _replayed(script: Script, folder: Path, devices: int, libraries: Mapping[str, str]) -> dict[str, Any] | None:
     """Replay the records in one process of the script. Return None, with a line for people, if that fails."""
-    options: dict[str, Any] = {"mode": "replay", "steps": 0, "of": str(folder)}
+    options: dict[str, Any] = {"mode": "replay", "steps": 0, "of": str(folder), "libraries": libraries}
     if script.launcher != "python":  # scripts may insist on a GPU for each rank
         options["world"] = devices
     results: list[dict[str, Any]] = []

@@ -49,8 +49,6 @@ WRAPPERS = {
     *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
     *("_FabricModule", "DeepSpeedEngine", "LightningModule"),
 }
-# Wrappers whose parameters and gradients cannot be read.
-UNREAD = {"DeepSpeedEngine"}
 # Bytes of an output's values that are kept; larger outputs are compared by samples of their elements.
 _MOST_OUTPUT = 1 << 20
 _WAIT_SECONDS = 60.0
@@ -264,6 +262,7 @@ class ScriptRecorder:
         self.known = ScriptParts()
         self.steps: list[dict[str, Any]] = []
         self.unseen: list[str] = []  # what could not be observed, in words
+        self.turn = 0, 1  # of the optimizer's steps that make an update together
         self.unread: set[str] = set()  # wrappers whose gradients cannot be read
         self.samplers: list[dict[str, Any]] = []
         self.loaders: list[dict[str, Any]] = []
@@ -320,7 +319,6 @@ class ScriptRecorder:
         if self.deaf or self._in_backward:
             return
         if is_passed_by(module):
-            self.unread.update(UNREAD & {type(module).__name__})
             if type(module).__name__ == "FullyShardedDataParallel":
                 if not self.known.wrappers:
                     kind: Any = type(module)
@@ -336,6 +334,8 @@ class ScriptRecorder:
             return
         began = time.perf_counter()
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
+        if "deepspeed" in sys.modules and id(module) not in self.known.places:
+            self.find_engine(module)
         number = self.known.number(module)
         first = not self.step["calls"]
         weights: dict[str, str] = {}
@@ -371,6 +371,23 @@ class ScriptRecorder:
             "digest": self.known.state(number, self._stored),
         }
         self.seconds += time.perf_counter() - began
+
+    def find_engine(self, module: nn.Module) -> None:
+        """Look for DeepSpeed's engine of a module. Its optimizer updates each group of parameters by another one."""
+        kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+        for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
+            self.known.wrappers[id(module)] = engine
+            if engine.zero_optimization_stage() > 2 or type(engine) is not kind:
+                self.unread.add("DeepSpeedEngine")
+            if not hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
+                continue
+            groups, run = len(engine.optimizer.bit16_groups), engine.optimizer._optimizer_step
+
+            def step(number: int, run: Any = run, groups: int = groups) -> None:
+                self.turn = number, groups
+                run(number)
+
+            engine.optimizer._optimizer_step = step
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
@@ -470,9 +487,10 @@ class ScriptRecorder:
         step = self.step
         self.rank, self.world = parts.own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
-        step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
+        if not self.turn[0]:
+            step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
+            step["strange"] = 0  # parameters of the optimizer that no observed module has
         step["raw"] = bool(step["scales"]) and not step["unscaled"] and not self.in_scaler
-        step["strange"] = 0  # parameters of the optimizer that no observed module has
         for group in optimizer.param_groups:
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
             values |= {n: v.item() for n, v in group.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
@@ -499,8 +517,9 @@ class ScriptRecorder:
                         step["local"][part.key] = self._local[part.key]
                         step["passes"][part.key] = list(self._passes.get(part.key, ()))
             step["groups"].append({"names": names, "values": values})
-        numbers = {call["module"] for call in step["calls"]}
-        step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
+        if not self.turn[0]:
+            numbers = {call["module"] for call in step["calls"]}
+            step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
         self._random = random_states()
         self.seconds += time.perf_counter() - began
 
@@ -514,12 +533,12 @@ class ScriptRecorder:
             began = time.perf_counter()
             if drawn_since(self._random):
                 self.step["random"] = self._random
-            after: dict[str, torch.Tensor] = {}
-            digests: dict[str, str] = {}
+            after, digests = self.step.setdefault("after", {}), self.step.setdefault("after_digests", {})
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    digests |= {part.key: self._store(after, part) for part in self.known.of(parameter)}
-            self.step["after"], self.step["after_digests"] = after, digests
+                    digests.update((part.key, self._store(after, part)) for part in self.known.of(parameter))
+            if self.turn[0] + 1 < self.turn[1]:  # other groups follow
+                return
             self.steps.append(self.step)
             self.room -= sum(tensor.nbytes for tensor in tensors_of(self.step))
             if self.room < 0.0:

@@ -115,11 +115,36 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             start = own.intra_param_start_idx if own.in_shard else 0
             place = {"shape": tuple(shape), "offset": (start,), "size": (size,), "summed": []}
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
+    flats = flat_partitions(module)
     for name, own in module.named_parameters():
+        if id(own) in flats:
+            yield fragment(f"{number}:{plain_name(name)}", own, flats[id(own)])
+            continue
         key, p = f"{number}:{plain_name(name)}", sharded.get(id(own), own)
         if key not in flat and not hasattr(p, "_fqns"):
             of = (p.detach, functools.partial(getattr, p, "grad"))
             yield ParameterPart(key, place_of(p), tuple(p.shape), p, *of, dtypes.get(id(p), p.dtype))
+
+
+def flat_partitions(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the flat tensors that the optimizer of a DeepSpeed engine has, by the ids of parameters in them."""
+    zero: Any = getattr(module, "optimizer", None) if type(module).__name__ == "DeepSpeedEngine" else None
+    groups = zip(getattr(zero, "bit16_groups", ()), getattr(zero, "single_partition_of_fp32_groups", ()), strict=False)
+    return {id(p): flat for group, flat in groups for p in group}
+
+
+def fragment(key: str, parameter: Any, flat: torch.Tensor) -> ParameterPart:
+    """Return this rank's part of a parameter that lies in a flat tensor of an optimizer, which may be empty."""
+    of, start, begin, size = parameter._hp_mapping, 0, 0, 0
+    if of is not None:
+        start, begin, size = of.lp_fragment_address.start, of.hp_fragment_address.start, of.hp_fragment_address.numel
+
+    def gradient() -> torch.Tensor | None:
+        return None if flat.grad is None else flat.grad[begin : begin + size]
+
+    place = {"shape": tuple(parameter.shape), "offset": (start,), "size": (size,), "summed": []}
+    whole = tuple(parameter.shape)
+    return ParameterPart(key, place, whole, flat, lambda: flat.detach()[begin : begin + size], gradient, parameter.dtype)
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
-    from shoal.programs import observer, parts
+    from shoal.programs import hooks, observer, parts
 else:  # within a script, whose environment may be without shoal
-    observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
+    observer, parts, hooks = (sys.modules[f"_shoal_{name}"] for name in ("observer", "parts", "hooks"))
 
 
 class ScriptReplay:
@@ -37,6 +37,8 @@ class ScriptReplay:
         leave_whole()
         if "ranks" in self._options:
             stand_alone(self._options["rank"], self._options["ranks"])
+        if "deepspeed" in self._options["libraries"]:
+            leave_engine_whole()
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if not observer.is_passed_by(module) and observer.is_trained(module, args):
@@ -423,6 +425,20 @@ def leave_whole() -> None:
 
     for owner in owners:
         owner.init_device_mesh = small_mesh
+
+
+def leave_engine_whole() -> None:
+    """Let DeepSpeed's engine leave parameters and optimizer as they are, in the types that the script gave them."""
+
+    def changed(read: Any, own: Any, given: dict[str, Any]) -> None:
+        divides = ("zero_optimization", "bf16", "fp16", "gradient_clipping", "data_types")
+        read(own, {name: value for name, value in given.items() if name not in divides})
+
+    def joined(join: Any, *args: Any, **kwargs: Any) -> None:  # which the engine does before it reads its configuration
+        hooks.around(sys.modules["deepspeed.runtime.config"].DeepSpeedConfig, "_initialize_params", changed)
+        join(*args, **kwargs)
+
+    hooks.around(torch.distributed, "init_process_group", joined)
 
 
 def stand_alone(rank: int, ranks: int) -> None:
