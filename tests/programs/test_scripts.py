@@ -64,6 +64,57 @@ def test_flat_parameters_are_verified(words: str, tmp_path: Path) -> None:
     assert document["coverage"]["gradients"] >= 16
 
 
+ENGINE = ("--launcher", "deepspeed", "--steps", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--stage 0", "--stage 1", "--stage 2 --accumulate 2 --clip 0.1", "--stage 2 --low"),
+        *(
+            "--stage 1 --groups --accumulate 2",
+            "--stage 2 --groups --low --clip 0.1",
+            "--stage 1 --inner --accumulate 2",
+        ),
+    ],
+)
+def test_an_engine_of_deepspeed_is_verified(words: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    code, document, output = verified(tmp_path, f"zero.py {words}", *ENGINE)
+    assert (code, [one for one in document["findings"] if one["fails"]]) == (0, []), output
+    assert {one["phase"] for one in document["findings"]} == ({"clipping"} if "--clip" in words else set()), output
+    coverage = document["coverage"]
+    assert coverage["forwards"] >= 8
+    assert min(coverage["gradients"], coverage["updates"]) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "phase", "fails"),
+    [
+        ("--stage 2 --fault data", "data", True),
+        ("--stage 2 --fault weights", "forward", True),
+        ("--stage 2 --fault rate", "schedule", True),
+        ("--stage 1 --fault world", "loss", False),
+        ("--stage 2 --accumulate 2 --fault twice", "loss", False),
+    ],
+)
+def test_faults_in_an_engine_of_deepspeed_are_placed(words: str, phase: str, fails: bool, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    code, document, output = verified(tmp_path, f"zero.py {words}", *ENGINE)
+    first = document["findings"][0]
+    assert (code, first["phase"], first["fails"]) == (int(fails), phase, fails), output
+
+
+@pytest.mark.slow
+def test_zero_3_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    code, document, output = verified(tmp_path, "zero.py --stage 3", *ENGINE)
+    assert (code, document) == (2, {})
+    assert "it has ZeRO-3, experts" in " ".join(output.split())
+
+
 @pytest.mark.parametrize("words", ["--sequence", "--logits --low --devices 4"])
 def test_tensor_parallelism_is_verified(words: str, tmp_path: Path) -> None:
     own, _, devices = words.partition(" --devices ")

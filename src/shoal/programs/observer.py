@@ -377,7 +377,8 @@ class ScriptRecorder:
         kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
         for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
             self.known.wrappers[id(module)] = engine
-            if engine.zero_optimization_stage() > 2 or type(engine) is not kind:
+            is_cut = engine.zero_optimization_stage() > 2 or engine.has_moe_layers or type(engine) is not kind
+            if is_cut or engine.fp16_enabled() or getattr(engine.optimizer, "cpu_offload", False):
                 self.unread.add("DeepSpeedEngine")
             if not hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
                 continue

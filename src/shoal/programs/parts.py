@@ -144,7 +144,9 @@ def fragment(key: str, parameter: Any, flat: torch.Tensor) -> ParameterPart:
 
     place = {"shape": tuple(parameter.shape), "offset": (start,), "size": (size,), "summed": []}
     whole = tuple(parameter.shape)
-    return ParameterPart(key, place, whole, flat, lambda: flat.detach()[begin : begin + size], gradient, parameter.dtype)
+    return ParameterPart(
+        key, place, whole, flat, lambda: flat.detach()[begin : begin + size], gradient, parameter.dtype
+    )
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from shoal.programs import hooks, observer
+from shoal.programs import hooks, observer, parts
 from shoal.programs.command import Script
 from shoal.programs.replay import distance
 
@@ -138,3 +139,32 @@ def test_a_generator_that_draws_is_named():
     assert observer.drawn_since(before) == []
     torch.rand(())
     assert observer.drawn_since(before) == ["torch"]
+
+
+class DeepSpeedEngine(nn.Module):
+    """An engine of ZeRO-1 on one of two ranks, which has one and a half of three parameters."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, flat = module, torch.arange(6.0)
+        ends = {"0.weight": (0, 4, 0), "0.bias": (0, 2, 4)}  # place in the parameter, size, place in the flat tensor
+        for name, parameter in module.named_parameters():
+            start, size, begin = ends.get(name, (None, None, None))
+            lp, hp = SimpleNamespace(start=start), SimpleNamespace(start=begin, numel=size)
+            mapping = SimpleNamespace(lp_fragment_address=lp, hp_fragment_address=hp)
+            parameter._hp_mapping = mapping if name in ends else None
+        groups = [list(module.parameters())]
+        self.optimizer = SimpleNamespace(bit16_groups=groups, single_partition_of_fp32_groups=[flat])
+
+
+def test_parts_of_flat_partitions():
+    engine = DeepSpeedEngine(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    (flat,) = engine.optimizer.single_partition_of_fp32_groups
+    own = {part.key: part for part in parts.parts_of(engine, 0)}
+    assert list(own) == ["0:0.weight", "0:0.bias", "0:1.weight", "0:1.bias"]
+    assert all(part.owner is flat for part in own.values())
+    assert [part.weights().tolist() for part in own.values()] == [[0, 1, 2, 3], [4, 5], [], []]
+    assert own["0:0.bias"].gradient() is None
+    flat.grad = -flat
+    assert own["0:0.bias"].gradient().tolist() == [-4, -5]
+    assert own["0:0.weight"].place == {"shape": (2, 2), "offset": (0,), "size": (4,), "summed": []}
