@@ -335,7 +335,7 @@ class ScriptRecorder:
         began = time.perf_counter()
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
         if "deepspeed" in sys.modules and id(module) not in self.known.places:
-            self.find_engine(module)
+            note_engine(self, module)
         number = self.known.number(module)
         first = not self.step["calls"]
         weights: dict[str, str] = {}
@@ -371,24 +371,6 @@ class ScriptRecorder:
             "digest": self.known.state(number, self._stored),
         }
         self.seconds += time.perf_counter() - began
-
-    def find_engine(self, module: nn.Module) -> None:
-        """Look for DeepSpeed's engine of a module. Its optimizer updates each group of parameters by another one."""
-        kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-        for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
-            self.known.wrappers[id(module)] = engine
-            is_cut = engine.zero_optimization_stage() > 2 or engine.has_moe_layers or type(engine) is not kind
-            if is_cut or engine.fp16_enabled() or getattr(engine.optimizer, "cpu_offload", False):
-                self.unread.add("DeepSpeedEngine")
-            if not hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
-                continue
-            groups, run = len(engine.optimizer.bit16_groups), engine.optimizer._optimizer_step
-
-            def step(number: int, run: Any = run, groups: int = groups) -> None:
-                self.turn = number, groups
-                run(number)
-
-            engine.optimizer._optimizer_step = step
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
@@ -619,6 +601,25 @@ def leave(folder: str, world: int, suffix: str = "pt") -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def note_engine(recorder: ScriptRecorder, module: nn.Module) -> None:
+    """Look for DeepSpeed's engine of a module. Its optimizer updates each group of parameters by another one."""
+    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
+        recorder.known.wrappers[id(module)] = engine
+        is_cut = engine.zero_optimization_stage() > 2 or engine.has_moe_layers or type(engine) is not kind
+        if is_cut or engine.fp16_enabled() or getattr(engine.optimizer, "cpu_offload", False):
+            recorder.unread.add("DeepSpeedEngine")
+        if not hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
+            continue
+        groups, run = len(engine.optimizer.bit16_groups), engine.optimizer._optimizer_step
+
+        def step(number: int, run: Any = run, groups: int = groups) -> None:
+            recorder.turn = number, groups
+            run(number)
+
+        engine.optimizer._optimizer_step = step
 
 
 def num_ranks() -> int:
