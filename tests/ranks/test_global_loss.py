@@ -338,6 +338,22 @@ def test_only_what_the_loss_reads_of_a_batch_is_gathered(tmp_path: Path, monkeyp
     assert traced(job, plan({"data": 2}), tmp_path).weight > 0
 
 
+def test_a_first_read_of_the_batch_changes_neither_draws_nor_outputs(tmp_path: Path) -> None:
+    """The loss is computed again then, after it has drawn and has written into an output."""
+
+    def loss(outputs: Any, data: Any) -> Any:
+        with torch.no_grad():
+            outputs.mul_(2.0)
+        rows = torch.rand(len(outputs)) < 0.8
+        return outputs[rows].logsumexp(0).sum() + 0 * data[2].sum(), 64
+
+    job = replace(job_of("supcon"), outputs=lambda model, data: model(data[0]), loss=loss, eval_data=None)
+    verdict = shoal.verify(job, plan({"data": 2}), steps=2)
+    assert verdict.verified, verdict.render()
+    one, two = (traced(job, plan({"data": n}), tmp_path / str(n)) for n in (1, 2))
+    assert one.loss == pytest.approx(two.loss, rel=1e-6)
+
+
 def test_evaluation_and_predictions(tmp_path: Path) -> None:
     """The loss of an evaluation is that of batches of `global_batch` samples, in order, on any number of ranks."""
     job = job_of("clip", epochs=1.0)

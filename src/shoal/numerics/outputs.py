@@ -33,7 +33,7 @@ def summed(tensor: Tensor) -> Summed:
 
     Args:
         tensor: A sum over the samples of the batch that `Job(outputs=...)` receives, of any shape. The loss receives
-            the sum over the global batch. Tensors of fewer than 32 bits are added in float32.
+            the sum over the global batch. Floats of fewer than 32 bits are added in float32, integers in int64.
 
     Returns:
         The marked tensor, as a leaf of the outputs.
@@ -50,7 +50,7 @@ def summed(tensor: Tensor) -> Summed:
             conflict="it marks a tensor that is a sum over samples",
             remedy="write shoal.summed(z.T @ z), say",
         )
-    return Summed(tensor)
+    return Summed(tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.long())
 
 
 @dataclass(frozen=True)

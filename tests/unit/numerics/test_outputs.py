@@ -79,6 +79,11 @@ def test_summed_takes_tensors() -> None:
         shoal.summed(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int16])
+def test_summed_integers_do_not_overflow(kind: torch.dtype) -> None:
+    assert shoal.summed(torch.tensor([1, 0]).to(kind)).tensor.dtype == torch.int64
+
+
 def test_the_surrogate_shows_outputs_that_mix_samples() -> None:
     def apart(outputs: Any) -> tuple[float, float]:
         loss = SurrogateLoss(outputs)

@@ -228,7 +228,6 @@ class GlobalLoss:
                 gathering.exchange_layouts()
                 leaves = self._leaves(gathering)
                 mark("forward")
-                seed_everything(random_key(self._job.seed, "loss", step.step))
                 total, weight = self._loss(gathering, leaves)
                 inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
                 by_input: Iterator[Tensor | None] = iter(())
@@ -266,13 +265,14 @@ class GlobalLoss:
         """Return (total, weight) of the global batch. All ranks compute the same.
 
         Only leaves of the batch whose values the loss reads are gathered. The others have their shape and no values; a
-        first read of a value gathers it, and the loss is computed again.
+        first read of a value gathers it, and the loss is computed again, from the same outputs and generators.
         """
         assert self._step.template is not None
         assert self._step.batch is not None
         outputs, batch = self._step.template.outputs, gathering.shapes_of_batch()
         known: set[int] = set()
         while True:
+            seed_everything(random_key(self._job.seed, "loss", self._step.step))
             missing = sorted(self._read - known)
             for place, tensor in zip(missing, gathering.batch(missing), strict=True):
                 batch[place] = tensor
@@ -288,6 +288,7 @@ class GlobalLoss:
             if not reads.read:
                 return pair
             self._read |= reads.read
+            leaves[:] = self._leaves(gathering)  # the loss may have written into them
 
 
 class _Gathering:
@@ -363,7 +364,7 @@ class _Gathering:
             return []
         mesh, device = self._mesh, self._mesh.device
         if mesh.world_size == 1:
-            return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in own]
+            return [torch.cat(parts) for parts in own]
         widths = [math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in layouts]
         sent = torch.zeros(max(self._sizes) * sum(widths), dtype=torch.uint8, device=device)
         if self._own:
