@@ -14,6 +14,10 @@ from pathlib import Path
 from tests.engines import namespaces
 from tests.engines.namespaces import Hosts
 
+import shoal
+
+# Where this shoal is, which hosts have in place of one that is installed.
+SOURCE = Path(shoal.__file__).parents[1]
 _START_SECONDS = 10.0
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _SSHD = """\
@@ -26,6 +30,7 @@ StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 AcceptEnv TEST_*
+SetEnv PYTHONPATH={source}
 """
 _CLIENT = """\
 Host {name}
@@ -62,7 +67,7 @@ def started(folder: Path, *names: str, hides: Mapping[str, Path] | None = None) 
     for name in ("host_key", "user_key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(words, check=True, capture_output=True)
-    (folder / "sshd_config").write_text(_SSHD.format(folder=folder), encoding="utf-8")
+    (folder / "sshd_config").write_text(_SSHD.format(folder=folder, source=SOURCE), encoding="utf-8")
     Path("/run/sshd").mkdir(exist_ok=True)  # where it confines itself before a login
     processes = []
     with namespaces.made(*names) as hosts:

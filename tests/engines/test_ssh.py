@@ -44,7 +44,7 @@ def run(
 ) -> Any:
     """A context with the command on its way, as a `Started`."""
     shared = ("--exact", "--devices", str(devices), "--out", str(out), "--on", f"hosts:{on} -F {hosts.config}")
-    variables = {"PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
+    variables = {"PYTHONPATH": f"{JOBS}:{sshd.SOURCE}", **(gate.environment if gate else {})}
     return start_command([sys.executable, "-m", "shoal", "run", job, *shared, *words], out, variables, cwd=cwd)
 
 
@@ -133,7 +133,7 @@ def test_of_a_range_a_lost_host_is_left_out(lost: int, hosts: SshHosts, undistur
         hosts.hosts[lost].cut()
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(0)
-    assert f"note: h{lost + 1} does not answer: 1 of 2 processes" in ended.stderr
+    assert f"note: h{lost + 1} is skipped: 1 of 2 processes" in ended.stderr
     assert result(out)["world_size"] == 1
     assert_same(out, undisturbed)
 
@@ -143,7 +143,7 @@ def test_hosts_of_a_range_that_do_not_answer_at_the_start(hosts: SshHosts, undis
     hosts.hosts[0].cut()
     with run(hosts, out, devices="1:2") as started:
         ended = started.wait(LIMIT_SECONDS).expect(0)
-    assert "note: h1 does not answer: 1 of 2 processes (" in ended.stderr
+    assert "note: h1 is skipped: 1 of 2 processes (" in ended.stderr
     assert_same(out, undisturbed)
     with run(hosts, tmp_path / "other", on="nowhere,h2", devices="1:2") as started:
         assert "Could not resolve hostname nowhere" in started.wait(LIMIT_SECONDS).expect(2).stderr

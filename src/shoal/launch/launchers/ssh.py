@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,11 +27,15 @@ from shoal.launch.launchers.base import Submission, words_of
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import Child, rank_lost
+from shoal.launch.supervise.heartbeat import OwnPauses
+from shoal.runs.directory import CALL
 from shoal.runs.version import __version__
 
 _POLL_SECONDS = 0.05
-# Ranks on other hosts notice a closed connection by themselves.
-_GRACE_SECONDS = 5.0
+# Ranks on other hosts notice a closed connection by themselves, and several hosts may lack the same.
+_GRACE_SECONDS, _LAUNCH_GRACE_SECONDS = 5.0, 1.0
+# A host's process answers each second, whatever its ranks do.
+_SILENT_SECONDS = 5.0
 # Variables of this command that change how ranks train and are sent to the hosts.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
@@ -89,6 +94,7 @@ def start(submission: Submission, signals: Signals) -> int:
                 return int(asked_to_stop), None
             for host, place in places:
                 message = _message(submission, place)
+                message["variables"][CALL] = listed.call
                 processes.append(HostProcess(listed.words(host), host, message, again=again))
             return _followed(processes, listed, signals, asked_to_stop)
         finally:
@@ -105,7 +111,7 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
     if len(hosts) < len(listed.hosts):
         of_all = f"{sum(counts)} of {sum(host.slots for host in listed.hosts)} processes"
         for name, said in sorted(listed.lost.items()):
-            say_note(f"{name} does not answer: {of_all} ({said})")
+            say_note(f"{name} is skipped: {of_all} ({said})")
     address = address_of(hosts[0].name, listed.options)
     return [
         (
@@ -151,7 +157,10 @@ class HostProcess:
         self.fit = False  # whether the host has passed the checks of version, folders and clock
         self.port: int | None = None
         self.ended: dict[str, Any] | None = None
-        self.silent = ""  # the evidence that the host does not answer, after another host had failed
+        self.silent = ""  # why the host is skipped by the next start, if that may be smaller
+        # When its newest line came, by the monotonic clock. Infinite while the host may be silent: before its first
+        # line, while it is paused, and while an earlier line's output is not written.
+        self.heard_at = math.inf
         self._said: list[str] = []  # the lines that are no answers
 
         def complain(line: str) -> None:
@@ -167,6 +176,7 @@ class HostProcess:
         except ValueError:  # a greeting of the host's shell
             self._said.append(line)
             return
+        self.heard_at = math.inf
         if "output" in answer:
             sys.stdout.write(answer["output"])
             sys.stdout.flush()
@@ -174,8 +184,15 @@ class HostProcess:
             self.port = int(answer["port"])
         elif "fit" in answer:
             self.fit = True
-        else:
+        elif "code" in answer:
             self.ended = answer
+        if not answer.get("paused"):
+            self.heard_at = time.monotonic()
+
+    @property
+    def kind(self) -> str:
+        """Class of the error that the host's process reported; empty if it reported none."""
+        return str(((self.ended or {}).get("error") or {}).get("kind", ""))
 
     def error(self) -> ShoalError | None:
         """Return the error that the host's process reported, or an error made from ssh's own output."""
@@ -205,18 +222,8 @@ def _followed(
     processes: list[HostProcess], listed: HostList, signals: Signals, asked_to_stop: ExitCode
 ) -> tuple[int, ShoalError | None]:
     """Wait for all hosts and return the exit code and root error. If one host fails, the others end too."""
-    sent_port, handed_on, failed_at = False, 0, None
+    sent_port, handed_on, failed_at, pauses = False, 0, math.inf, OwnPauses()
 
-    def give_up_silent() -> None:
-        """Give up hosts that do not answer. Their ssh would notice later, and the others can continue without them."""
-        left = [process for process in processes if not process.ssh.is_over()]
-        silent = listed.silent_among([process.name for process in left])
-        for process in left:
-            if process.name in silent and not process.ssh.is_over():
-                process.silent = silent[process.name]
-                process.ssh.finish(0.0)
-
-    asking = threading.Thread(target=give_up_silent, daemon=True)
     while not all(process.ssh.is_over() for process in processes):
         if not sent_port and processes[0].port is not None:
             sent_port = True
@@ -229,19 +236,26 @@ def _followed(
             handed_on = len(signals.received)
         if not sent_port and signals.received:
             return int(asked_to_stop), None
-        gone = [p for p in processes if p.ssh.is_over() and (p.ended is None or p.ended["error"] is not None)]
-        if gone and failed_at is None:
-            failed_at = time.monotonic()
-            if sent_port:
-                asking.start()
+        pauses.look()
+        for process in (p for p in processes if not p.ssh.is_over()):
+            if pauses.now - max(process.heard_at, pauses.since) > _SILENT_SECONDS:
+                process.silent = f"no sign of life for {_SILENT_SECONDS:.0f} s"
+                process.ssh.finish(0.0)
+        gone = [p for p in processes if p.ssh.is_over() and (p.ended is None or p.kind)]
+        failed_at = min(failed_at, pauses.now) if gone else failed_at
         compared = all(process.fit or process.ssh.is_over() for process in processes)
-        if failed_at is not None and ((not sent_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
+        # Ranks do not notice that a host is frozen, or that another host's ranks do not come.
+        is_unfit = any(p.kind == "LaunchError" for p in gone)
+        grace = 0.0 if any(p.silent for p in gone) else _LAUNCH_GRACE_SECONDS if is_unfit else _GRACE_SECONDS
+        if (gone and not sent_port and compared) or pauses.now - failed_at >= grace:
             break
         time.sleep(_POLL_SECONDS)
-    if asking.ident is not None:
-        asking.join()
+    apart = [process for process in processes if process.kind == "LaunchError"]
+    of_first = len(apart) == len(processes) - 1 > 1  # then nobody reaches the host of rank 0
+    for process in apart:
+        (processes[0] if of_first else process).silent = process.ended["error"]["conflict"] if process.ended else ""
     listed.silent = {p.name: p.silent for p in processes if p.silent}
-    by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may look like silence
+    by_word = sorted(processes, key=lambda p: bool(p.silent))
     errors = [error for p in by_word if p.ssh.is_over() and (error := p.error()) is not None]
     if not errors:
         return max(int(p.ended["code"]) for p in processes if p.ended), None
@@ -322,6 +336,7 @@ class HostList:
     hosts: list[SshHost]
     options: list[str]
     least: int | None = None
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
     silent: dict[str, str] = field(default_factory=dict)  # hosts that did not answer a moment ago, with the evidence
     lost: dict[str, str] = field(default_factory=dict)  # hosts that the newest start skips, with the reason
 

@@ -1,6 +1,7 @@
 """Process that ssh starts on each host of a run on several. It starts the host's ranks and reports to the launcher.
 
-The launcher sends lines of JSON: first the ranks to start, later the signals. The process answers in lines of JSON.
+The launcher sends lines of JSON: first the ranks to start, later the signals. The process answers in lines of JSON, at
+least once a second, whatever its ranks do. It announces a pause (Ctrl-Z) before it stops.
 When its standard input ends, the launcher is gone, and the process ends itself and its ranks.
 
 With the argument "ports" the process tests whether it can reach other hosts at ports like those that ranks listen on.
@@ -41,6 +42,9 @@ from shoal.runs.version import __version__
 MOST_APART_SECONDS = 60.0
 NUM_PORTS = 2
 _REACH_SECONDS = 4.0
+# The same for rank 0's store, which every start waits for.
+_STORE_SECONDS = 2.5
+_BEAT_SECONDS = 1.0
 
 
 class _Answers(io.TextIOBase):
@@ -58,6 +62,13 @@ class _Answers(io.TextIOBase):
         self.answer(output=text)
         return len(text)
 
+    def beat(self) -> None:
+        """Answer each second until the launcher is gone."""
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                self.answer(alive=True)
+                time.sleep(_BEAT_SECONDS)
+
 
 def main() -> int:
     """Start the ranks that the first line of standard input describes, wait for them and return the exit code."""
@@ -66,6 +77,7 @@ def main() -> int:
     if message is None:
         return int(ExitCode.INTERRUPTED)
     signals = Signals(impatient=False)
+    threading.Thread(target=answers.beat, daemon=True).start()
     try:
         with signals.handled(), contextlib.ExitStack() as until_end:
             run = _run(message, answers, until_end)
@@ -98,6 +110,13 @@ def _run(message: Mapping[str, Any], answers: _Answers, until_end: contextlib.Ex
         place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
         if not place.port:
             os._exit(ExitCode.INTERRUPTED)
+        why = _why_not_reached((place.address, place.port), _STORE_SECONDS)
+        if why:
+            raise LaunchError(
+                given=f"host {socket.gethostname()}",
+                conflict=f"it does not reach rank 0's store at {place.address}:{place.port}: {why}",
+                remedy="mend the network between the hosts; shoal doctor --hosts tries every pair of them",
+            )
     out = Path(message["out"]) if address is None else until_end.enter_context(working_copy(address))
     return LocalRun(
         message["arguments"],
@@ -108,6 +127,7 @@ def _run(message: Mapping[str, Any], answers: _Answers, until_end: contextlib.Ex
         share=place,
         unsaved=Recovery(0, RunDirectory(out)).unsaved_seconds,
         listener=listener,
+        announce=lambda paused: answers.answer(paused=paused),
     )
 
 
@@ -161,10 +181,10 @@ def report_cluster() -> int:
     return int(ExitCode.DONE)
 
 
-def _why_not_reached(place: tuple[str, int]) -> str:
+def _why_not_reached(place: tuple[str, int], seconds: float = _REACH_SECONDS) -> str:
     """Return the reason why an address and port cannot be reached, or an empty text if they can."""
     try:
-        socket.create_connection((place[0], place[1]), _REACH_SECONDS).close()
+        socket.create_connection((place[0], place[1]), seconds).close()
     except OSError as error:
         return str(error) or type(error).__name__
     return ""

@@ -54,6 +54,7 @@ class LocalRun:
     replaceable: range = range(0)  # ranks that are restarted, a few times, if they die without a report
     unsaved: Callable[[], float] = lambda: 0.0  # returns the seconds since the newest checkpoint
     excused: dict[str, float] = field(default_factory=dict)  # as in `Watch`, from earlier starts
+    announce: Callable[[bool], None] = lambda paused: None  # called before this process pauses (True) and afterwards
     stream: TextIO | None = None  # stream for rank 0's output; None: this process's own output
     lock: int | None = None  # a descriptor that all workers inherit; its lock lasts until the last worker has ended
     share: Environment | None = None  # the first rank's, if other hosts have ranks too; None: all are here
@@ -243,6 +244,7 @@ class Start:
 
     def pause(self, number: int) -> None:
         """Send a signal to all processes and their child processes. The terminal signals only the launcher's group."""
+        self.run.announce(number == signal.SIGSTOP)
         for worker in self.workers:
             if worker.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_json, say_note
+from shoal.errors import ExitCode, LaunchError, PeerError, RankLostError, ShoalError, from_json, say_note
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import rank_lost
 from shoal.runs.attempts import Events, instant
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.records import last_records
@@ -23,7 +24,7 @@ from shoal.runs.records import last_records
 # Default number of restarts in a row without a newly trained step.
 MOST = 5
 _LONGEST_PAUSE_SECONDS = 60.0
-_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "does not answer")
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "was frozen", "does not answer", "does not reach", "did not come")
 _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise identical
 
 
@@ -97,6 +98,7 @@ class Recovery:
             noticed = "an error of the ranks' collectives"
         else:
             signs = {"was stopped (": "its state", "was frozen (": "its cgroup", "has been in ": "its heartbeat"}
+            signs["no sign of life"] = "its launcher's heartbeat"
             noticed = next((sign for words, sign in signs.items() if words in cause), "the end of its process")
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
         self.events.add(
@@ -148,6 +150,11 @@ class Recovery:
             self.unsaved_seconds()  # a checkpoint from before this start
             self._saved_at = self.clock()
             code, error, noticed_at = once(self.count, noticed_at)
+            if self.count and isinstance(
+                error, LaunchError
+            ):  # the ranks have met before: this is a loss like any other
+                lost = rank_lost(error.given, error.conflict, error.remedy, rank=error.rank, host=error.host or "")
+                code, error = int(ExitCode.RANK_LOST), lost
             if error is not None:
                 self.events.fence.check()
             pause = self.pause(error, noticed_at) if not signals.received else None
