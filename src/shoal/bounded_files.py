@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,27 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         return file.read(most_bytes)
 
 
+def read_named(path: Path, most_bytes: int = MOST_BYTES, seconds: float = 60.0) -> bytes:
+    """Return the content of a file that a user names, which may be a link, or a pipe as `<(command)` makes it.
+
+    Raises: RefusedFileError for a directory, a device, too many bytes, or a pipe that is open longer; OSError.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        mode, until, content = os.fstat(file.fileno()).st_mode, time.monotonic() + seconds, b""
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise RefusedFileError("it is no regular file and no pipe")
+        while len(content) <= most_bytes:
+            part = file.read(most_bytes + 1)
+            if part == b"" and (content or stat.S_ISREG(mode)):
+                return content
+            content += part or b""
+            if not part:  # its writer has written nothing now, or has not opened it yet
+                if time.monotonic() > until:
+                    raise RefusedFileError(f"it is a pipe whose writer has not closed it within {seconds:.0f} s")
+                time.sleep(0.01)
+        raise RefusedFileError(f"it has more than {most_bytes:,} bytes")
+
+
 def read_object(path: Path, *, exactly: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file. `exactly`: as for `json_value`. Raises: RefusedFileError; OSError."""
     return object_of(read_bytes(path), exactly=exactly)
@@ -87,10 +109,10 @@ def objects_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield object_of(line)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables in a TOML file. Raises: RefusedFileError; OSError."""
+def read_toml(path: Path, *, named: bool = False) -> dict[str, Any]:
+    """Return the tables in a TOML file. `named`: by a user, as for `read_named`. Raises: RefusedFileError; OSError."""
     try:
-        document = tomllib.loads(read_bytes(path).decode("utf-8"))
+        document = tomllib.loads((read_named(path) if named else read_bytes(path)).decode("utf-8"))
     except RecursionError:
         raise RefusedFileError("its tables are too deep") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

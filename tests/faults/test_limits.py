@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.launching import JOBS, Run, run, start
+from tests.launching import JOBS, Run, run, start, start_command
 
 pytestmark = pytest.mark.faults
 
@@ -36,6 +36,18 @@ def test_a_pipe_as_job_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "job.py")
     ended = run(Run(tmp_path / "job.py", tmp_path / "run", 1)).fails(2)
     assert ended.message.conflict == "it is no regular file"
+
+
+def test_a_plan_from_a_process_substitution(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[layout]\ndata = 2\n")
+    (tmp_path / "wrong.toml").write_text("[layout]\ndata = 0\n")
+    for name, code in (("plan", 0), ("wrong", 2)):
+        wanted = Run(JOB, tmp_path / name, None)
+        command = ["bash", "-c", f'"$@" --plan <(cat {tmp_path / name}.toml)', "bash", *wanted.command]
+        with start_command(command, wanted.out, fresh=True) as started:
+            ended = started.wait().expect(code)
+    assert "/dev/fd/" in ended.stderr
+    assert "pipe:[" not in ended.stderr
 
 
 def test_nobody_at_the_address(tmp_path: Path) -> None:

@@ -362,13 +362,13 @@ def _wanted(item: Any, path: tuple[str, ...]) -> str:
     return _WANTED.get(item["type"], "leave it out for the default").format(**item.get("ctx", {}))
 
 
-def read_plan(path: Path) -> Plan:
-    """Return the plan in a TOML file; missing keys have their defaults.
+def read_plan(path: Path, *, named: bool = False) -> Plan:
+    """Return the plan in a TOML file; missing keys have their defaults. `named`: a user names the file.
 
     Raises: PlanError if the file is missing, is not TOML, or has mistakes (all of them at once).
     """
     try:
-        document = read_toml(path)
+        document = read_toml(path, named=named)
     except RefusedFileError as error:
         raise PlanError(given=f"--plan {path}", conflict=str(error), remedy="correct the file at that place") from None
     except OSError as error:

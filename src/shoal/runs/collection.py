@@ -17,7 +17,7 @@ from shoal.errors import InUseError, PlanError, RunDirectoryError
 from shoal.jobs.differences import flat
 from shoal.plans.plan import layout_name, read_plan
 from shoal.runs.attempts import Attempt, read_attempts, run_status
-from shoal.runs.directory import SESSION, RunDirectory, claim, held_since, is_held, read_json
+from shoal.runs.directory import NAME, SESSION, RunDirectory, claim, held_since, is_held, read_json
 from shoal.runs.records import StepRecord, last_records
 from shoal.runs.sound_values import sound_job, sound_result
 from shoal.runs.source import COMMIT, read_source
@@ -213,7 +213,9 @@ def _only_certificate(path: Path) -> bool:
 def remove(path: Path) -> None:
     """Delete a run that `check_removable` passes, under its lock. Raises: as `check_removable`; OSError."""
     check_removable(path)
-    lock = claim(path, lambda text: None)
+    if (path / NAME).is_symlink():
+        (path / NAME).unlink()
+    lock = claim(path, lambda text: None, removes=True)
     try:
         shutil.rmtree(path)
     finally:

@@ -174,10 +174,16 @@ class DirectoryLock:
 
 
 def claim(
-    folder: Path, say: Callable[[str], None], *, mode: int = 0o777, patience: Patience | None = None
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    mode: int = 0o777,
+    patience: Patience | None = None,
+    removes: bool = False,
 ) -> DirectoryLock:
     """Lock the directory for this process, creating it with `mode` if it is missing.
 
+    `removes`: whether the caller removes the directory, with the links in it.
     If the holder seems to be dead, wait until that is certain, with messages through `say`.
     Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable or has links out of it.
     """
@@ -188,7 +194,7 @@ def claim(
         inside = os.path.realpath(folder) + os.sep
         every = (one for one in os.scandir(folder) if one.is_symlink())
         links = sorted(one.name for one in every if not os.path.realpath(one).startswith(inside))
-    if links:
+    if links and not removes:
         raise RunDirectoryError(
             given=str(folder),
             conflict=f"{links[0]} in it is a link out of it, and nothing is written or removed behind such a link",

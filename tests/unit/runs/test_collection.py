@@ -106,6 +106,17 @@ def test_nothing_is_removed_through_a_link_or_under_a_running_command(folder: Pa
     assert (folder / "finished" / "result.json").exists()
 
 
+def test_links_out_of_a_run_are_removed_and_not_what_they_lead_to(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "kept.txt").write_text("a")
+    for name in ("data", "lock.json"):
+        (folder / "finished" / name).symlink_to(tmp_path / "data")
+    remove(folder / "finished")
+    assert not (folder / "finished").exists()
+    assert (tmp_path / "data" / "kept.txt").read_text() == "a"
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["kept.txt"]
+
+
 def test_other_runs_checkouts_and_the_current_folder_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(folder / "finished", folder / "outer" / "finished")
     shutil.copy(folder / "finished" / "job.json", folder / "outer")
