@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ def test_killed_wherever_it_is(places: str, undisturbed: Ended, tmp_path: Path) 
 SAID = {
     "SIGSEGV": "it was killed by SIGSEGV",
     "SIGABRT": "it was killed by SIGABRT",
-    "exit 1": "it ended with code 1 without a word",
+    "gone with 1": "it ended with code 1 without a word",
     "exit 0": "sys.exit()",
 }
 
@@ -56,6 +58,46 @@ def test_how_it_ended(how: str, tmp_path: Path) -> None:
     if how != "exit 0":
         assert "lost twice in the same way" in ended.stderr
         assert [event["kind"] for event in events(ended)].count("lost") == 2
+
+
+@parametrize("how", ["gone with 0", "SIGKILL"], usual=["gone with 0"])
+def test_one_process_that_ends_without_a_word(how: str, undisturbed: Ended, tmp_path: Path) -> None:
+    """`os._exit(0)` in mid-run is no success, and what the job's code has started ends too."""
+    wanted = ending(tmp_path, "optimizer", how)
+    wanted.devices, wanted.environment["TEST_CHILD"] = 1, "1"
+    wanted.environment["TEST_END"] = wanted.environment["TEST_END"].replace(":1:", ":0:")
+    ended = run(wanted).fails(69)
+    cause = "was killed by SIGKILL" if how == "SIGKILL" else "ended with code 0"
+    assert ended.message.conflict == f"it {cause} without a word"
+    assert [event["what"] for event in events(ended)] == [ended.message.conflict]
+    assert not (ended.out / "result.json").exists()
+    resumed = run(Run(JOB, ended.out, 1, arguments=("--resume", *CHECKPOINTS))).expect(0)
+    assert_same(resumed, undisturbed)
+
+
+def test_a_rank_of_no_launcher_that_ends_without_a_word(undisturbed: Ended, tmp_path: Path) -> None:
+    """Nobody sees the end of such a process; the next command knows of it by the result."""
+    wanted = ending(tmp_path, "optimizer", "gone with 0")
+    wanted.devices = None
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    wanted.environment |= alone | {"TEST_END": wanted.environment["TEST_END"].replace(":1:", ":0:")}
+    ended = run(wanted).expect(0)
+    assert ended.result["status"] == "running"
+    command = [sys.executable, "-m", "shoal", "runs", "list", str(ended.out), "--json"]
+    with start_command(command, tmp_path / "shown") as started:
+        assert json.loads(started.wait().expect(0).stdout)[0]["state"] == "killed"
+    with start_command([sys.executable, "-m", "shoal", "report", str(ended.out)], tmp_path / "reported") as started:
+        assert "killed" in started.wait().expect(0).stdout
+    resumed = run(Run(JOB, ended.out, 1, arguments=("--resume", *CHECKPOINTS))).expect(0)
+    assert "the last process of this run was killed: it left no result" in resumed.stderr
+    assert_same(resumed, undisturbed)
+
+
+@parametrize("how", ["gone with 1", "SIGKILL"], usual=["SIGKILL"])
+def test_child_processes_of_a_job_end_with_their_rank(how: str, tmp_path: Path) -> None:
+    wanted = ending(tmp_path, "optimizer", how, restarts=0)
+    wanted.environment["TEST_CHILD"] = "1"
+    run(wanted).fails(69)  # also asserts that no process is left
 
 
 @pytest.mark.slow
@@ -97,6 +139,6 @@ def test_too_few_descriptors(tmp_path: Path) -> None:
     with start_command(command, wanted.out, fresh=True) as started:
         ended = started.wait()
     assert ended.code not in (0, 1)
-    assert "Too many open files" in ended.stderr
+    assert "3 processes that may open 24 files each" in ended.stderr
     assert "ulimit -n" in ended.stderr
     assert "Traceback" not in ended.output

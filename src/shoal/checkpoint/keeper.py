@@ -149,6 +149,8 @@ _SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
 _MOST_SHARE, _SOONEST_WITH_LOSSES_SECONDS = 0.1, 0.5
 # How long to wait for the previous write before training continues without a new checkpoint.
 _PATIENCE_SECONDS = 5.0
+# A write that takes longer is reported, even if no other checkpoint is due.
+_HUNG_SECONDS = 30.0
 
 
 class SnapshotMemory:
@@ -212,6 +214,8 @@ class CheckpointWriter:
     def due(self) -> bool:
         """Return True if the last write is done and long enough ago for a new checkpoint."""
         if self._pending is not None and not self._pending.done():
+            if self._pending is not self._given_up and time.monotonic() - self._last > _HUNG_SECONDS:
+                self._give_up()
             return False
         return time.monotonic() - self._last >= interval_seconds(self._cost_seconds, self.mtbf_seconds)
 
@@ -243,10 +247,13 @@ class CheckpointWriter:
         try:
             pending.exception(self._patience)
         except NotDoneError:
-            self._given_up = pending
-            self._warn(f"the one before is still being written after {time.monotonic() - self._last:.0f} s")
+            self._give_up()
             return False
         return True
+
+    def _give_up(self) -> None:
+        self._given_up = self._pending
+        self._warn(f"the one before is still being written after {time.monotonic() - self._last:.0f} s")
 
     def wait(self) -> None:
         """Wait until no write is pending. A failed write causes a warning and sets `failure`."""

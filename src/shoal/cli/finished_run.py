@@ -19,6 +19,7 @@ from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.run_files import run_reader
+from shoal.runs.sound_values import RUNNING
 
 if TYPE_CHECKING:
     from shoal.checkpoint.store import Step
@@ -64,7 +65,8 @@ class Run:
     def result(self) -> Mapping[str, Any]:
         """Content of `result.json`; empty while the run has not ended."""
         with self._files() as files:
-            return read_json(files.result) or {}
+            result = read_json(files.result) or {}
+            return result if result.get("status") != RUNNING else {}
 
     @property
     def job(self) -> Mapping[str, Any]:

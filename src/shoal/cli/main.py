@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         if plans:
             gc.freeze()  # else the exit scans millions of objects of a large search
-        _end_without_threads(code)
+        end_without_threads(code)
     return code
 
 
-def _end_without_threads(code: int) -> None:
+def end_without_threads(code: int) -> None:
     """End this process soon with the code, even if threads of the job's code would keep Python waiting."""
 
     def end() -> None:

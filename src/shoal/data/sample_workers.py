@@ -6,13 +6,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from shoal.data.source import SHARED_MEMORY
 from shoal.errors import DataError, text_of
+from shoal.launch.supervise.child import standstill, waits_for_disk
 
 # Time to notice a death. torch itself would check every 5 s, or raise at an arbitrary place in the rank.
 _LOOK_SECONDS = 0.25
@@ -52,7 +53,7 @@ class SampleWorkers:
                 here = threading.current_thread() is threading.main_thread()
                 handler = signal.getsignal(signal.SIGCHLD) if here else None
                 self._batches = iter(self._load(request))
-                self._watch = _Watch(self._kill)
+                self._watch = _Watch(self._kill, lambda: getattr(self._batches, "_workers", ()))
                 if here:  # torch's handler raises at an arbitrary place in the rank
                     signal.signal(signal.SIGCHLD, handler)
             why, dead = self._wait(began)
@@ -83,8 +84,8 @@ class SampleWorkers:
                 if isinstance(error, RuntimeError) and not text_of(error).startswith("DataLoader "):
                     raise
                 workers = getattr(batches, "_workers", ())
-                if watch.has_killed:
-                    return f"a worker process gave no sample for {time.monotonic() - began:.0f} s", None
+                if watch.reason:
+                    return f"a worker process {watch.reason} for {time.monotonic() - began:.0f} s", None
                 codes = [worker.exitcode for worker in workers if not worker.is_alive()]
                 if codes:
                     how = f"signal {signal.Signals(-codes[0]).name}" if (codes[0] or 0) < 0 else f"code {codes[0]}"
@@ -114,21 +115,34 @@ class SampleWorkers:
 
 
 class _Watch:
-    """Thread that calls `kill` after `until`, since a rank that reads from a stopped process blocks.
+    """Thread that calls `kill` after `until`, or once a worker is stopped: a rank that reads from such a worker blocks.
 
-    `until`: instant of `time.monotonic`.
+    A worker that waits for a disk has as long as it takes.
+    `until`: instant of `time.monotonic`; infinite while nobody waits for a batch.
+    `reason`: why it has called `kill`.
     """
 
-    def __init__(self, kill: Callable[[], None]) -> None:
-        self.until, self.has_killed = math.inf, False
-        self._kill, self._ended = kill, threading.Event()
+    def __init__(self, kill: Callable[[], None], workers: Callable[[], Iterable[Any]]) -> None:
+        self.until, self.reason = math.inf, ""
+        self._kill, self._workers, self._ended = kill, workers, threading.Event()
         self._thread = threading.Thread(target=self._look, name="sample-workers", daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
+        stopped = 0.0
         while not self._ended.wait(_LOOK_SECONDS):
-            if time.monotonic() > self.until:
-                self.has_killed = True
+            why = ""
+            if self.until < math.inf:
+                pids = [worker.pid for worker in self._workers()]
+                why = next(filter(None, map(standstill, pids)), "")
+                if any(map(waits_for_disk, pids)):
+                    self.until = max(self.until, time.monotonic() + _LEAST_SECONDS)
+            stopped = stopped + _LOOK_SECONDS if why else 0.0
+            if stopped > _LEAST_SECONDS:
+                self.reason = f"was {why}, and gave no sample"
+            elif time.monotonic() > self.until:
+                self.reason = "gave no sample"
+            if self.reason:
                 self._kill()
                 return
 

@@ -240,7 +240,7 @@ class CountedRecords:
 class RunRecord:
     """Result of a run, stored in `result.json`."""
 
-    status: str  # completed | preempted | failed
+    status: str  # completed | preempted | failed; running from the first step on, if no launcher watches the process
     steps: int
     samples: int
     world_size: int

@@ -19,7 +19,7 @@ from shoal.plans.resolve import Judged, Wishes, apply_wishes, relaid, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import NAME, DirectoryLock, Fence, RunDirectory, claim, default_directory, read_json
 from shoal.runs.options import Course, InitialWeights, Origin
-from shoal.runs.sound_values import adapter
+from shoal.runs.sound_values import RUNNING, adapter
 
 T = TypeVar("T")
 
@@ -250,6 +250,8 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
                 check()
                 if request.course.private:
                     _close_to_others(out)
+                if request.course.resume and (read_json(RunDirectory(out).result) or {}).get("status") == RUNNING:
+                    say_note(f"{out}: the last process of this run was killed: it left no result")
             except BaseException:
                 lock.release()
                 raise

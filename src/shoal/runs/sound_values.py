@@ -72,6 +72,8 @@ class _Server:
 
 
 _Table = dict[str, Any] | None
+# Status in `result.json` from the first step on, if no launcher of shoal watches the process.
+RUNNING = "running"
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("status", "sample_digest", "weights_sha256", "certificate"), str | None),
     **dict.fromkeys(("samples", "eval_samples", "restarts", "skipped_steps"), Amount),
@@ -112,8 +114,8 @@ _JOB: dict[str, Any] = {
 
 
 def sound_result(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `result.json` whose values have the expected type."""
-    return _sound(document, _RESULT)
+    """Return the keys of a `result.json` whose values have the expected type; none while the run has no result."""
+    return _sound(document, _RESULT) if document.get("status") != RUNNING else {}
 
 
 def sound_job(document: Mapping[str, Any]) -> dict[str, Any]:

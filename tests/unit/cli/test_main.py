@@ -139,7 +139,7 @@ def test_the_public_names_are_there_one_by_one() -> None:
 def test_a_process_that_plans_collects_no_garbage(word: str, collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(f"shoal.cli.{word}.{word}", lambda options: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr(command, "_end_without_threads", lambda code: None)  # it is for a process that ends
+    monkeypatch.setattr(command, "end_without_threads", lambda code: None)  # it is for a process that ends
     monkeypatch.setattr(sys, "argv", ["shoal", word, "it"])
     try:
         main()

@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import platform
 import re
 import resource
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from shoal.cli.main import end_without_threads
 from shoal.cli.options import RunOptions, TrainingOptions, VerifyOptions
 from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submitted
@@ -27,7 +29,15 @@ from shoal.jobs.settings import is_below, setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
-from shoal.launch.supervise.child import Child, OutputRelay, in_child, no_answer
+from shoal.launch.supervise.child import (
+    Child,
+    OutputRelay,
+    as_command,
+    how_it_ended,
+    in_child,
+    no_answer,
+    rank_lost,
+)
 from shoal.launch.supervise.fork_server import ForkServer
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
@@ -172,7 +182,7 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     request.check_plan()
     with claim_directory(request) as lock:
         RunDirectory(lock.folder).end_resize()  # a leftover resize request belongs to another call
-        # A process that trains alone occupies its GPU until it exits.
+        # Nobody has tried another number of processes on a GPU that one process has just left.
         alone = request.what.plan.num_processes == 1 and visible_gpus() > 0
         try:
             resizable = not (request.what.plan.serves or alone)
@@ -350,17 +360,18 @@ def note_processes(request: RunRequest, precision: str | None) -> None:
 
 
 def _run_here(request: RunRequest) -> int:
-    """Train in this process or with ranks on this host, and return the exit code. Raises: LaunchError."""
+    """Train in a child process or with ranks on this host, and return the exit code. Raises: LaunchError."""
     allow_open_files(request.what.plan.num_processes)
     with claimed(request) as (request, lock):
         if request.what.plan.num_processes == 1:
-            request, signals = request.begun(), Signals(impatient=True)
-            with inside_run(os.environ):
-                code = _train(request, Environment(), signals)
+            request, signals = request.begun(), Signals(impatient=False)
+            code, error = _trained_alone(request, signals)
+            if error is not None:
+                return tell(request, error)
             following = resized(request, code, signals)  # a stop request has priority over a resize request
             if following is None:
                 return code
-            request = following  # this process is a launcher from now on
+            request = following
         for note in request.notes():
             say_note(note)
         try:
@@ -370,6 +381,31 @@ def _run_here(request: RunRequest) -> int:
         except ShoalError as error:
             return tell(request, error)
         return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
+
+
+def _trained_alone(request: RunRequest, signals: Signals) -> tuple[int, ShoalError | None]:
+    """Train in a forked child, before torch is loaded. Return the exit code, and the error of a child that died."""
+    killed, pid = killed_for_memory(), os.getpid()
+
+    def work() -> int:
+        with inside_run(os.environ):
+            return _train(request, Environment(), signals)
+
+    code, status = as_command(work, signals, end_without_threads)
+    if code is not None:
+        return code, None
+    fenced = status == ExitCode.RANK_LOST and not request.where.fence.is_open  # the child has printed why
+    if fenced or signals.twice:
+        return int(ExitCode.INTERRUPTED if signals.twice else status), None
+    error = rank_lost(
+        f"the process that trained (a child of process {pid})",
+        f"it {how_it_ended(status)} without a word",
+        "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+        host=platform.node(),
+    )
+    events = Events(RunDirectory(request.where.out).events, request.where.fence)
+    events.add("lost", error, noticed="the end of its process", done="the run ended")
+    return int(ExitCode.RANK_LOST), with_way_out(error, request, killed=killed_for_memory() > killed)
 
 
 def allow_open_files(num_processes: int) -> None:
@@ -497,7 +533,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         )
     wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch, step)
     if options.plan:
-        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan).resolve())
+        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan), named=True)
         origin = Origin.FILE
     elif options.resume and directory.plan.exists():
         given, origin = read_plan(directory.plan), Origin.RUN

@@ -67,6 +67,7 @@ from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest, claim_directory
+from shoal.runs.sound_values import RUNNING
 from shoal.runs.source import write_source
 from shoal.runs.step_trial import StepMode
 from shoal.training.loop.step_modes import RunTrial
@@ -98,6 +99,7 @@ class _Call:
     profile: StepProfile | None = None
     unlike: list[str] | None = None  # fields of the job that a resume's other settings change
     start_up: StartUp = field(kw_only=True)
+    unprepared: bool = False
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -166,7 +168,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 return _train(
                     mesh,
                     judged.plan,
-                    _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up),
+                    _Call(request, whole, signals, *about, unlike=unlike, start_up=start_up, unprepared=unprepared),
                 )
         except (Exception, SystemExit) as caught:
             request.where.fence.check()  # a paused process lost the others; report the reason
@@ -311,6 +313,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     description["lengths"] = course.to_json()
     result = Result(engine, directory.result, request, certificate, first if request.course.resume else None, state)
     result.restarts, result.fence, result.call_began_at = request.restarts, request.where.fence, call_began_at(request)
+    result.unwatched = call.unprepared
     num_steps = request.course.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.layout.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
@@ -447,6 +450,7 @@ class Result:
     after: dict[str, float] = field(default_factory=dict)
     began_at: float | None = None  # start of training in this attempt
     call_began_at: float | None = None  # differs from the request's after an engine's restart
+    unwatched: bool = False  # whether no launcher of shoal notices the end of this process
     effective: EffectiveTime = field(init=False)
 
     def __post_init__(self) -> None:
@@ -458,7 +462,10 @@ class Result:
         self.effective.take(record)
         self.recent.append(record)
         self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
-        self.first_step_at = self.first_step_at or self.request.clock.now()
+        if self.first_step_at is None:
+            self.first_step_at = self.request.clock.now()
+            if self.unwatched:
+                self._write_so_far(RUNNING)
 
     def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
         """Return the record of a training that ended normally, up to `num_steps`.
@@ -533,6 +540,8 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 self.fence.write(self.path, record.to_json())
+                if record.status == RUNNING:
+                    return None
                 trained_at, writer = self.trained_at or self.request.clock.now(), self.engine.keeper.writer
                 writing = writer.mean_cpu_seconds() if writer is not None else None
                 self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
@@ -546,10 +555,13 @@ class Result:
 
     def write_failed(self, error: ShoalError) -> None:
         """Write the file of a training that failed, on rank 0, if possible."""
+        self._write_so_far("failed", _error_fields(error, self.engine.mesh.rank))
+
+    def _write_so_far(self, status: str, error: dict[str, Any] | None = None) -> None:
         at = self.last or RunState()
         self.write(
             RunRecord(
-                status="failed",
+                status=status,
                 steps=at.step,
                 samples=at.samples,
                 world_size=self.engine.plan.layout.world_size,
@@ -563,7 +575,7 @@ class Result:
                 resumed_from=self.resumed_from,
                 restarts=self.restarts,
                 ettr=self.ettr(),
-                error=_error_fields(error, self.engine.mesh.rank),
+                error=error,
                 versions=versions(),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import ctypes
@@ -18,13 +19,14 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, NamedTuple, TextIO
 
-from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
+from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, say_note
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD
-from shoal.launch.signals import Signals, handle_stop_signals
+from shoal.launch.signals import Signals, handle_stop_signals, pausing, stop_signals
 
 _POLL_SECONDS = 0.02
 # A process that the child has left running may keep its pipes open.
@@ -33,6 +35,9 @@ _CHUNK_BYTES = 1 << 16
 _LAST_LINES, _LONGEST_LINE = 5, 200
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
 _CGROUPS, _FROZEN = Path("/sys/fs/cgroup"), re.compile(r"^(FROZEN|FREEZING|frozen 1)$|refrigerator|freezer_trap", re.M)
+
+# Kernel functions that wait for an answer of FUSE or of a network file system, in a sleep that a signal may end.
+_DISK_WAITS, _DISK_SECONDS = re.compile(r"^(request_wait_answer|fuse_|rpc_|nfs|cifs_|smb|ceph_|p9_)"), 30.0
 
 # What gets the text that a child writes: a file, subprocess.PIPE, or a function that a thread calls with each line.
 Sink = int | IO[Any] | Callable[[str], object] | None
@@ -200,6 +205,40 @@ def standstill(pid: int) -> str:
     return ""
 
 
+class DiskWaits:
+    """Waits of processes, or of their child processes, for a disk. Each is noted once, after 30 s."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[int, float] = {}  # by process id; -inf after the note
+
+    def look(self, pid: int, name: str) -> bool:
+        """Return True if the process `pid` or a child process of it waits for a disk. `name`: of it, in the note."""
+        children = ""
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+        who = next((one for one in (pid, *map(int, children.split())) if waits_for_disk(one)), None)
+        if who is None:
+            self._since.pop(pid, None)
+            return False
+        since, now = self._since.setdefault(pid, self._clock()), self._clock()
+        if since > 0.0 and now - since > _DISK_SECONDS:
+            self._since[pid] = -math.inf
+            whose = f"process {who}" if who == pid else f"process {who}, which it has started"
+            say_note(f"{name}: {whose}, has waited for a disk for {_DISK_SECONDS:.0f} s; the run waits for it")
+        return True
+
+
+def waits_for_disk(pid: int) -> bool:
+    """Return True if the main thread of a process waits for a file system, of a network or a hung mount for example."""
+    about = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        state = (about / "stat").read_bytes().rpartition(b") ")[2][:1]
+        waits = state == b"D" or (state == b"S" and _DISK_WAITS.search((about / "wchan").read_text()) is not None)
+        return waits and not standstill(pid)
+    return False
+
+
 def kill(process: Any) -> None:
     """Kill a process with the methods of subprocess.Popen. A frozen one counts as dead: it dies when it is thawed."""
     process.kill()
@@ -236,15 +275,24 @@ def die_with_launcher() -> None:
     launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
     if lock is not None:
         os.set_inheritable(int(lock), False)
-    if launcher is not None and sys.platform == "linux":
+    if launcher is not None:
+        _die_with(int(launcher))
+
+
+def _die_with(parent: int) -> None:
+    """End this process if its parent ends, even if that is killed."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it died before the line above; in a container it may be process 1 itself
+        if os.getppid() != parent:  # it died before the line above; in a container it may be process 1 itself
             os._exit(ExitCode.RANK_LOST)
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Become the parent of descendants whose parent ends during the context, in place of process 1. Only on Linux."""
+    if sys.platform != "linux":
+        yield
+        return
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -285,6 +333,94 @@ def fork(work: Callable[[], None]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+class ForkedEnd(NamedTuple):
+    """End of a forked child. `code`: the result of its work, or None if it ended before. `status`: its exit code."""
+
+    code: int | None
+    status: int
+
+
+def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[int], object]) -> ForkedEnd:
+    """Call `work` in a forked child of the same process group, and wait for the end of the child.
+
+    Both record signals in their copy of `signals`. This process hands its own on, and kills the child after a second
+    one of a kind. The child ends as an interpreter does, after `before_end` with the code. Child processes that it
+    leaves behind in the process group are killed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)  # a process that the child leaves behind may hold the other end
+    parent, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the child uses no thread of this process
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            _die_with(parent)
+            for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+                finalizer.atexit = False  # temporary folders are the parent's
+            with signals.handled():
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os.write(writer, bytes([code]))
+            before_end(code)
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
+
+    def tell(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    def hand_on(number: int, frame: object) -> None:
+        if signals.takes(number):
+            tell(signal.SIGKILL if signals.twice else number)
+
+    os.close(writer)
+    before = {number: signal.signal(number, hand_on) for number in stop_signals()}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        with pausing(tell), adopting():
+            ended, waits = 0, DiskWaits()
+            while not ended:
+                waits.look(child, "the process that trains")
+                says = select.select([reader], [], [], 1.0)[0]  # it is about to end, or has ended
+                ended, status = os.waitpid(child, 0 if says else os.WNOHANG)
+            _end_children()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = b""
+    with contextlib.suppress(BlockingIOError):
+        said = os.read(reader, 1)
+    os.close(reader)
+    return ForkedEnd(said[0] if said else None, os.waitstatus_to_exitcode(status))
+
+
+def _end_children() -> None:
+    """Kill the remaining child processes in this process group, with the child processes that they leave."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if os.waitpid(-1, os.WNOHANG) != (0, 0):
+                continue
+            import psutil
+
+            own = [one.pid for one in psutil.Process().children() if os.getpgid(one.pid) == os.getpgrp()]
+            if not own:
+                return
+            for pid in own:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:

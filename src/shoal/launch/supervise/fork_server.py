@@ -50,6 +50,9 @@ class ForkedProcess:
         if self.returncode is None:
             pid, status = 1, 0
             with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: the code is lost, as in subprocess
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(self.pid, signal.SIGKILL)  # what the job's code has started
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.launch.supervise.child import kill, standstill
+from shoal.launch.supervise.child import DiskWaits, kill, standstill
 from shoal.runs.records import SPANS
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ class Watch:
     _signs: dict[int, tuple[Reading | None, float]] = field(default_factory=dict)  # the newest, and when it was new
     _stopped: dict[int, float] = field(default_factory=dict)
     _pauses: OwnPauses = field(init=False)
+    _disks: DiskWaits = field(default_factory=DiskWaits)
 
     def __post_init__(self) -> None:
         self._pauses = OwnPauses(self.clock)
@@ -253,6 +254,9 @@ class Watch:
                 self._signs[rank] = reading, at
             elif rank in living:
                 why = standstill(living[rank])
+                if self._disks.look(living[rank], f"rank {rank}"):
+                    at = now  # however long it takes
+                    self._signs[rank] = reading, at
             self._stopped[rank] = seconds = self._stopped.get(rank, 0.0) + passed if why else 0.0
             if seconds > _LEAST_SECONDS:
                 lost[rank] = f"was {why} for {seconds:.0f} s"
