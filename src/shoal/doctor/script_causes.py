@@ -10,7 +10,7 @@ from statistics import mean
 
 from shoal.doctor.causes import LostTime, Remedy, in_order, ms, of_any_loop
 from shoal.doctor.read_backs import ReadBacks, lost_in
-from shoal.doctor.script_times import REGIONS, ScriptTimes
+from shoal.doctor.script_times import PARTS, REGIONS, ScriptTimes
 
 _FEWEST_READS = 2
 _OFTEN, _SLOWER = 0.8, 0.05  # a slow rank, as shoal.doctor.causes has it
@@ -76,14 +76,23 @@ def _in_words(loss: LostTime, times: ScriptTimes) -> LostTime:
             words = (
                 "model.register_comm_hook(None, bf16_compress_hook): gradients summed in bfloat16, which rounds them"
             )
-        elif remedy.name == "mend-slow-rank" and "loop" in times.lines[times.slowest]:
-            words += f", and at {place(times.lines[times.slowest]['loop'][0])}"
+        elif remedy.name == "mend-slow-rank" and _excess(times)[0] not in ("host", "kernels"):
+            words = f"rank {times.slowest} as quick as the others: {PARTS[_excess(times)[0]]} on all ranks, or on none"
         remedies.append(replace(remedy, words=words, sections={}, arguments=(), variables={}, devices=None))
-    part = {"data": "data", "evaluation": "evaluation", "checkpoints": "checkpoint", "slow rank": "loop"}.get(
-        loss.cause
-    )
-    seen += _at(times, part) if part is not None else ""
+    if loss.cause == "slow rank":
+        part, more = _excess(times)
+        seen += f"; {ms(more)} more in {PARTS[part]}{_at(times, {'host': 'loop', 'kernels': 'model'}.get(part, part))}"
+    else:
+        seen += _at(times, {"checkpoints": "checkpoint"}.get(loss.cause, loss.cause))
     return replace(loss, seen=seen, remedies=tuple(remedies))
+
+
+def _excess(times: ScriptTimes) -> tuple[str, float]:
+    """Return the part of a step that the slowest rank has most of beyond the quickest, and the seconds more."""
+    slow = times.parts[times.slowest]
+    quick = min(times.parts, key=lambda own: sum(own.values()) - own["communication"])
+    more = {part: slow[part] - quick[part] for part in PARTS if part != "communication"}
+    return max(more.items(), key=lambda item: item[1])
 
 
 def _loader_starts(times: ScriptTimes) -> Losses:
@@ -119,7 +128,8 @@ def _accumulation(times: ScriptTimes) -> Losses:
 def _small_batch(times: ScriptTimes) -> Losses:
     others = [*_accumulation(times), *_exchanges(times)]
     seconds = times.run.ranks["exposed_communication"].least - sum(loss.seconds for loss in others)
-    seen = f"{times.run.samples / len(times.records):.3g} samples of a rank for one sum of all gradients"
+    samples = times.run.samples / len(times.records)
+    seen = f"one sum of all gradients for {f'{samples:.3g} samples' if samples else 'the samples'} of a rank"
     words = "twice the batch of a process, or accumulation: half as many sums for the same samples"
     yield _lost(times, "larger-batch", "sums for few samples", seconds, seen=seen, words=words, saved=seconds / 2)
 
@@ -146,13 +156,19 @@ def _exchanges(times: ScriptTimes) -> Losses:
         least = waits * own["seconds"] / sum(one["seconds"] for one in lines.values())
         calls, elements = own["calls"] / steps, own["elements"] / own["calls"]
         seen = f"{calls:.3g} calls a step exchange {elements:,.0f} elements each at {place(line)}, while the rank waits"
-        if elements <= _SMALL_ELEMENTS and not (calls > 2 and calls >= optimizer["parameters"]):
+        library, is_small = line.partition(" in ")[2], elements <= _SMALL_ELEMENTS
+        if library and not is_small:  # its sums of gradients
+            continue
+        if library:
+            words, saved = f"a setting of {library.partition('.')[0]} that leaves them out", 1.0
+        elif is_small and not (calls > 2 and calls >= optimizer["parameters"]):
             words, saved = f"numbers exchanged every {_RARER} steps, or together in one tensor", 1 - 1 / _RARER
         elif not times.records[0]["replicas"] and calls >= optimizer["parameters"] - 1:
             words, saved = "DistributedDataParallel, which sums few buckets while the backward computes", 0.5
         else:
             words, saved = "this exchange left out, or made with async_op=True", 1.0
-        yield _lost(times, "exchange", "exchanges by the script", least, seen=seen, words=words, saved=saved * least)
+        title = f"exchanges by {library.partition('.')[0] or 'the script'}"
+        yield _lost(times, "exchange", title, least, seen=seen, words=words, saved=saved * least)
 
 
 def _reads(times: ScriptTimes, script: str) -> Losses:
@@ -215,7 +231,7 @@ def _loop(times: ScriptTimes) -> Losses:
     """Find the script's own Python around the model, of the rank that has least of it: the rest is of a slow rank."""
     rank = times.loop_host.index(min(times.loop_host))
     seconds = times.loop_host[rank] - (0.0 if times.on_gpu else read_seconds(times))
-    seen = f"the script's own code outside of its modules{_at(times, 'loop', rank)}"
+    seen = f"Python outside of the model's forward{_at(times, 'loop', rank)}"
     yield _lost(
         times, "own-code", "Python of the loop", seconds, seen=seen, words="without it, or more rarely", saved=seconds
     )

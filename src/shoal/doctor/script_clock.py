@@ -122,7 +122,7 @@ class ScriptClock:
             return run(*args, **kwargs)
         began = time.perf_counter()
         result = self.within("exchange", run, *args, **kwargs)
-        tensors = observer.tensors_of(args)
+        tensors = observer.tensors_of((args, kwargs))
         where = own_line(frame) + ("" if is_own(frame.f_code.co_filename) else f" in {frame.f_globals.get('__name__')}")
         line = self.exchanges.setdefault(where, defaultdict(float))
         line["calls"] += 1

@@ -21,16 +21,8 @@ from shoal.runs.chrome_trace import read
 from shoal.runs.directory import write_file
 
 _FEWEST, _BEST = 4, 3
+_ALWAYS = 5  # parts that are shown even if they are empty
 _CLOCK = str(Path(__file__).with_name("script_clock"))
-_NAMES = {
-    "data": "waiting for data",
-    "kernels": "operators",
-    "host": "Python of the host",
-    "communication": "exposed communication",
-    "optimizer": "optimizer",
-    "evaluation": "evaluations",
-    "checkpoint": "checkpoints",
-}
 
 
 def diagnose_script(script: Script, devices: int, steps: int, out: Path, *, as_json: bool) -> None:
@@ -85,12 +77,12 @@ def _lines(script: Script, times: ScriptTimes, causes: Sequence[LostTime], not_s
     lines = [f"{script.name}: {ms(total)} a step on {several(len(times.parts), 'process')} ({seen})"]
     shown = list(ranks) if len(ranks) <= 8 else [0, times.slowest]
     lines.append(" ".join([" " * 22, "  share", *(f"{f'rank {rank}':>10}" for rank in shown)]))
-    names = {**_NAMES, "kernels": "kernels"} if times.on_gpu else _NAMES
-    for part in PARTS:
+    for place, (part, name) in enumerate(PARTS.items()):
         seconds = mean(own[part] for own in times.parts)
-        if seconds or part in PARTS[:5]:
+        if seconds or place < _ALWAYS:
             own = [f"{ms(times.parts[rank][part]):>10}" for rank in shown]
-            lines.append(" ".join([f"{names[part]:22}", f"{seconds / total:7.0%}", *own]))
+            name = part if times.on_gpu and part == "kernels" else name
+            lines.append(" ".join([f"{name:22}", f"{seconds / total:7.0%}", *own]))
     if len(ranks) > 1:
         often = times.run.ranks["busy_seconds"].how_often
         lines.append(f"slowest: rank {times.slowest}, in {often:.0%} of profiled steps")

@@ -12,7 +12,16 @@ from typing import Any
 from shoal.doctor.read_backs import divided
 from shoal.doctor.run_times import Periodic, RankSpread, RunTimes
 
-PARTS = ("data", "kernels", "host", "communication", "optimizer", "evaluation", "checkpoint")
+# Parts of a step, in words; on a GPU the second one is that of kernels.
+PARTS = {
+    "data": "waiting for data",
+    "kernels": "operators",
+    "host": "Python of the host",
+    "communication": "exposed communication",
+    "optimizer": "optimizer",
+    "evaluation": "evaluations",
+    "checkpoint": "checkpoints",
+}
 REGIONS = {"backward": ("backward",), "optimizer": ("optimizer", "zero"), "rest": ("step", "closure")}
 # Namespaces of operators that only contain others or wait for other ranks.
 _NO_WORK = ("autograd", "c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -314,8 +323,8 @@ def script_times(records: Sequence[Mapping[str, Any]], documents: Sequence[Mappi
         threads=first["threads"],
         cores=first["cores"],
         samples=sum(_mean(record, "counts", "rows") for record in records),
-        messages=sums or None,
-        message_bytes=optimizer["bytes"] if replicas else 0,
+        messages=sums if replicas else None,
+        message_bytes=optimizer["bytes"],
         reads_compute=_mean(records[slowest], "counts", "data_cpu") > 0.5 * max(own["data"] for own in parts),
         plan={
             "data": {"workers": max((own["workers"] for own in first["loaders"]), default=0)},

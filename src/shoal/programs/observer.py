@@ -334,7 +334,7 @@ class ScriptRecorder:
             return
         began = time.perf_counter()
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
-        if "deepspeed" in sys.modules and id(module) not in self.known.places:
+        if "deepspeed.runtime.engine" in sys.modules and id(module) not in self.known.places:
             note_engine(self, module)
         number = self.known.number(module)
         first = not self.step["calls"]
