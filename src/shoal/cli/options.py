@@ -254,7 +254,7 @@ class PlanOptions:
         "plan this training script as it is, in place of a job: 'train.py --batch-size {batch}'",
         "COMMAND",
         keyword=None,
-        page="[a training script](scripts.md#how-many-devices) and its arguments, in place of a job",
+        page="[a training script](plan.md#a-script) and its arguments, in place of a job",
         refused="a job beside it; options that only a job has; a script that is not there",
     )
     launcher: str = _launcher("as for `shoal verify`", keyword=None)
