@@ -228,7 +228,7 @@ BUGS = (
 )
 # Bugs without a row, with the reason.
 NOT_TRIED = (
-    "DeepSpeed before 0.15.2 accumulates wrongly under ZeRO-2 with offload: `shoal verify --script` refuses offloaded optimizers.",
+    "DeepSpeed before 0.15.2 accumulates wrongly under ZeRO-2 with offload: it is refused as offloaded.",
     "Lightning before 2.6.2 begins FSDP with mixed precision from weights in half precision.",
     "Lightning before 2.0.8 shares parameters between the processes of `ddp_spawn` on CPU.",
     "torch gives a DDP model that is moved to another device new parameters, which are not reduced: needs a GPU.",
