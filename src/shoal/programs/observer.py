@@ -151,7 +151,9 @@ def same_state(one: Any, other: Any) -> bool:
     """Return True if two recorded states of one random generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    return all(same_state(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return bool(one == other)
 
 
 def drawn_since(before: dict[str, Any]) -> list[str]:
