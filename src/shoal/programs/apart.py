@@ -13,16 +13,10 @@ from shoal.programs.observer import same_state
 from shoal.report.quantities import several
 
 # Cause and remedy of each finding.
-_SEEDS = (
-    "each rank takes its part of another order: some samples are read twice, others never",
-    "give the sampler one seed and one epoch on all ranks",
-)
-_PASS = ("each rank reads the whole data in an order of its own", "use a DistributedSampler, or prepare the loader")
+_SEEDS = ("some samples are read twice, others never", "give the sampler one seed and one epoch on all ranks")
+_PASS = ("each rank reads the whole data in its own order", "use a DistributedSampler, or prepare the loader")
 _MODE = ("train(), eval() or autocast is called on some ranks only", "call it on all ranks")
-_CHANGED = (
-    "weights are loaded, averaged or clamped on some ranks only, or from values of their own",
-    "do it on all ranks, from the same values",
-)
+_CHANGED = ("some ranks load, average or clamp weights, or from values of their own", "do it alike on all ranks")
 _NOISE = ("all ranks have the same random state", "add the rank to the seed after the model is made")
 _BUFFERS = ("nothing broadcasts the running statistics of each rank's own samples", "leave broadcast_buffers=True")
 _CLIPPED = ("the limit is as many times too small", "call scaler.unscale_(optimizer) before clipping")

@@ -27,106 +27,35 @@ PHASES = (
 # second.
 TOLERANCE, WIDE_TOLERANCE = 2e-3, 3e-2
 # Cause and remedy of each finding.
-_STEPS = (
-    "ranks have unequal numbers of batches, or a rank leaves out an update",
-    "use drop_last=True or a DistributedSampler, which pads",
-)
-_SAMPLES = (
-    "each rank reads the whole data in the same order: the loader has no DistributedSampler, or was not prepared by "
-    "the framework",
-    "DataLoader(..., sampler=DistributedSampler(dataset)), or prepare the loader",
-)
-_SHARED = (
-    "the script gives each rank a part of the data, and the framework's sampler divides it again: a part is never read",
-    "give every rank the whole dataset, or the loader a sampler that does not divide it",
-)
+_STEPS = ("ranks have unequal numbers of batches", "use drop_last=True or a DistributedSampler, which pads")
+_SAMPLES = ("the loader has no DistributedSampler, or is not prepared", "give it one, or prepare the loader")
+_SHARED = ("the data is divided by rank twice: a part is never read", "give every rank the whole dataset")
 _EPOCH = ("set_epoch is not called", "call sampler.set_epoch(epoch) before each pass")
-_ORDER = (
-    "the sampler's seed does not change from pass to pass",
-    "call set_epoch, or give the sampler a generator that goes on",
-)
-_BEGIN = (
-    "each process makes its own random values, and nothing broadcasts rank 0's",
-    "wrap the model (DDP broadcasts), or set one seed before the model is made",
-)
-_MEANS = (
-    "a mean over each microbatch or rank, which count different numbers of tokens",
-    "sum the losses, and divide by the number of tokens in the whole global batch",
-)
-_WEIGHTS = (
-    "the loss is multiplied or divided by something else than the number of its elements: microbatches, ranks, or "
-    "another count of tokens",
-    "leave it if that is wanted (several losses, a weighted loss, a sum)",
-)
-_PARTS = (
-    "the loader or the seed follows the rank, not its place among the data ranks",
-    "give all ranks of a tensor-parallel group the same samples: follow the data mesh's get_local_rank()",
-)
-_STATE = (
-    "the forward depends on more than inputs, weights and random state: the number of ranks, state of its own, or "
-    "another part of the model"
-)
-_EARLY = (
-    "the optimizer was made before the model was wrapped, sharded, moved or loaded",
-    "make the optimizer afterwards",
-)
-_NORMS = (
-    "each rank clips by the norm of its own part, or of what is not reduced yet",
-    "clip by the wrapper's own clip_grad_norm_, after the last backward of the update",
-)
-_ERASED = (
-    "zero_grad between the microbatches of one update, such as by a validation",
-    "leave it if that is wanted (a model that another one trains through)",
-)
-_PENALTY = (
-    "a part of the loss that does not go through the model's forward, such as a penalty on weights; or a backward that "
-    "changes gradients"
-)
-_SILENT = (
-    "the synchronization of gradients is switched off in every backward of the update",
-    "switch it on for the last microbatch of each update",
-)
-_ALONE = (
-    "the model is not wrapped, or the wrapped model inside is called, so that nothing is reduced",
-    "call the wrapper (DDP), not its .module",
-)
-_OWN_NORM = (
-    "each rank clips by the norm of its own part",
-    "clip by torch.nn.utils.clip_grad_norm_, which sums the norm over ranks",
-)
+_ORDER = ("the sampler's seed stays the same", "call set_epoch, or give the sampler a generator that goes on")
+_BEGIN = ("nothing broadcasts rank 0's values", "wrap the model (DDP broadcasts), or set one seed before it is made")
+_MEANS = ("a mean over each microbatch or rank", "sum the losses, and divide by the tokens of the global batch")
+_WEIGHTS = ("microbatches, ranks or another count divide it", "leave it if that is wanted (several losses, a sum)")
+_PARTS = ("the seed follows the rank, not its place among data ranks", "follow the data mesh's get_local_rank()")
+_STATE = "the forward depends on more than inputs, weights and random state, such as the number of ranks"
+_EARLY = ("the optimizer was made before the model was wrapped, moved or loaded", "make it afterwards")
+_NORMS = ("each rank clips by its own norm", "clip by the wrapper's own clip_grad_norm_, after the last backward")
+_ERASED = ("zero_grad between microbatches, such as by a validation", "leave it if another model trains through it")
+_PENALTY = "a part of the loss from outside of the forward, such as a penalty on weights, or a hook on gradients"
+_SILENT = ("no backward of the update synchronizes gradients", "let that of the last microbatch do it")
+_ALONE = ("the model is not wrapped, or the module inside is called", "call the wrapper (DDP), not its .module")
+_OWN_NORM = ("each rank clips by the norm of its part", "clip by torch.nn.utils.clip_grad_norm_, which sums it")
 _FACTORS = "gradients are summed instead of averaged, or averaged twice"
 _UNREDUCED = "gradients are changed between the backward and the optimizer, or some are not reduced"
-_RATES = (
-    "a scheduler is stepped on some ranks only, or follows a number that only one rank knows",
-    "step it on all ranks, with numbers that are reduced over them",
-)
+_RATES = ("a scheduler steps on some ranks, or by a rank's own number", "step it on all ranks, by reduced numbers")
 _OUTSIDE = "they are changed outside of the optimizer: clamped, averaged, loaded"
 _STATES = "weights are changed outside of the optimizer, or its state differs"
 _LENGTH = ("the schedule's length or rate follows the number of processes", "count optimizer steps of the global batch")
-_FACTOR = (
-    "the loss is multiplied by a number that follows the number of processes",
-    "divide by the samples of the whole batch alone",
-)
-_CLASSES = (
-    "classes are weighed by their numbers in each microbatch, so that samples weigh otherwise than in the whole batch",
-    "weigh classes by their numbers in the whole dataset",
-)
-_SMALLER = (
-    "a sum over the samples of a process, which the wrapper averages over processes",
-    "divide by the samples of the process, or leave it and scale the learning rate",
-)
-_MIXED = (
-    "zero_grad is not called, or comes before gradients that another update's backward makes",
-    "set gradients to zero before the first backward of the update",
-)
-_CHANGE = (
-    "the script changes gradients itself between the backward and the optimizer, which is not checked further",
-    "leave it if that is wanted",
-)
-_UNLIKE = (
-    "losses have weights of their own, such as those of mixup, or a rank multiplies its own",
-    "leave it if that is wanted",
-)
+_FACTOR = ("the loss is multiplied by the number of processes", "divide by the samples of the whole batch alone")
+_CLASSES = ("classes are weighed by their numbers in a microbatch", "weigh them by those in the dataset")
+_SMALLER = ("a sum over a process's samples, averaged over processes", "divide by its samples, or scale the rate")
+_MIXED = ("zero_grad is missing, or comes too early", "set gradients to zero before the first backward of the update")
+_CHANGE = ("the script changes gradients itself, which is not checked further", "leave it if that is wanted")
+_UNLIKE = ("losses have weights of their own, such as those of mixup", "leave it if that is wanted")
 _BY_HAND = ("gradients are clipped or scaled by hand, on all ranks alike", "leave it if that is wanted")
 
 
@@ -262,17 +191,20 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
     if constant:
         evidence.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
         return
+    shared: dict[int, list[tuple[int, int]]] = {}  # samples that two ranks share, of how many, by step
     for number in range(evidence.num_steps):
         own = [rows[min(group)][number] for group in evidence.groups]
         pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
-        if not pairs:
-            continue
+        shared |= {number: pairs} if pairs else {}
+    whole = all(any(one == of for one, of in pairs) for pairs in shared.values())
+    for number, pairs in shared.items():
         same, size = max(pairs, key=lambda pair: pair[0] / pair[1])
         if 2 * same < size:
             continue
         said = f"train on the same {size} samples" if same == size else f"share {same} samples of {size}"
         said = f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}"
-        yield Finding(number, "data", "samples", said, None, *_SAMPLES, fails=same == size)
+        fails = same == size and (size > 3 or whole)  # chance makes a few samples equal
+        yield Finding(number, "data", "samples", said, None, *_SAMPLES, fails=fails)
         break
     loaders = [record["loaders"][0] for record in evidence.records if record["loaders"]]
     if len({one.get("subset") for one in loaders}) > 1 and all(one["shares"] > 1 for one in loaders):
@@ -599,7 +531,7 @@ def _reduction(
         said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}" if constant else said
         through = ", ".join(sorted({hook for record in evidence.records for hook in record["hooks"]}))
         cause = _CHANGE if not through else (f"gradients go through the script's own hook of DDP: {through}", "")
-        yield Finding(number, "clipping", name, f"{said}, and equal on all of them", None, *cause, fails=False)
+        yield Finding(number, "clipping", name, f"{said}, on all of them alike", None, *cause, fails=False)
         return
     yield Finding(number, "reduction", name, said, None, _UNREDUCED)
 

@@ -8,6 +8,7 @@ got. No sampler has to agree, and each step is judged from its own weights. Like
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
     from shoal.programs import hooks, observer, parts
@@ -179,7 +181,8 @@ class ScriptReplay:
             observer.restore_random(call["random"])
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))
-            args, kwargs = on(call["args"], place), on(call["kwargs"], place)
+            move = functools.partial(torch.Tensor.to, device=place, copy=True)
+            args, kwargs = tree_map_only(torch.Tensor, move, (call["args"], call["kwargs"]))
             dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None
             with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 torch.clear_autocast_cache()
@@ -351,20 +354,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm().item() / size) if size > 1e-12 else 0.0
 
 
-def on(tree: Any, device: torch.device) -> Any:
-    """Return a copy of an argument tree with its tensors on a device."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device, copy=True)
-    if type(tree) in (list, tuple):
-        return type(tree)(on(one, device) for one in tree)
-    if isinstance(tree, dict):
-        return {key: on(value, device) for key, value in tree.items()}
-    return tree
-
-
 def cast_around(module: nn.Module, inside: str | None, outside: str | None) -> None:
     """Let a module cast its inputs and outputs to the types of these names."""
-    from torch.utils._pytree import tree_map_only
 
     def cast(tree: Any, name: str) -> Any:
         dtype = getattr(torch, name.removeprefix("torch."))
