@@ -116,7 +116,7 @@ def _habits(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Ite
     if scale != 1.0 and any(clip["raw"] for clip in steps[0]["clips"]):
         said = f"gradients are clipped while they are {scale:.4g} times those of the loss"
         yield Finding(number, "clipping", "scaled gradients", said, None, *_CLIPPED, fails=False)
-    if scale != 1.0 and steps[0]["raw"]:
+    if scale != 1.0 and steps[0]["raw"] and not steps[0]["left"]:  # nor divided by the script itself
         optimizer = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
         yield Finding(
             number, "update", optimizer, f"its gradients are {scale:.4g} times those of the loss", None, *_APPLIED

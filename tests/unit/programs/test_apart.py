@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.programs.apart import differences
-from shoal.programs.check import Evidence
+from shoal.programs.apart import differences, divided_by_hand
+from shoal.programs.check import Evidence, findings_of
 from shoal.programs.observer import new_step
 
 SAME = {"torch": torch.tensor([0])}
@@ -85,3 +85,103 @@ def test_samples_that_a_rank_reads_twice_may_be_drawn() -> None:
     for rank in ranks:
         rank["steps"][2]["calls"][0]["rows"] = rank["steps"][1]["calls"][0]["rows"] = list("abcd")
     assert list(differences(Evidence(ranks, None))) == []
+
+
+def whole_records() -> list[dict[str, Any]]:
+    """Records with all that is compared without a replay."""
+    ranks = records()
+    for rank in ranks:
+        rank |= {"hooks": [], "exchanges": []}
+        for number, step in enumerate(rank["steps"]):
+            step["calls"][0] |= {"weights": {"0:weight": "w0"}, "outputs": [0], "number": 0}
+            loss = {"function": "cross_entropy", "count": 4, "ignored": 0, "weighted": False, "classes": ""}
+            step["losses"] = [loss | {"reduction": "mean", "gradient": 8.0, "call": 0}]
+            step |= {"gradients": {"0:weight": torch.ones(2)}, "local": {"0:weight": torch.full((2,), 8.0)}}
+            step |= {"groups": [{"names": ["0:weight"], "values": {"lr": 0.1}}], "strange": 0, "after": {}}
+            step |= {"passes": {"0:weight": [number + 1]}, "began": number}
+        rank["loaders"] = [{"step": 0, "sampler": "DistributedSampler", "shares": 2}]
+    return ranks
+
+
+def one_sample(ranks: list[dict[str, Any]], equal: tuple[int, ...]) -> None:
+    """Batches of one sample, which are equal on both ranks in some steps."""
+    for rank, record in enumerate(ranks):
+        for number, step in enumerate(record["steps"]):
+            step["calls"][0]["rows"] = [f"{number}" if number in equal else f"{rank} {number}"]
+
+
+def in_all(change: Callable[[dict[str, Any]], object]) -> Callable[[list[dict[str, Any]]], object]:
+    return lambda ranks: [change(step) for rank in ranks for step in rank["steps"]]
+
+
+def divided_twice(ranks: list[dict[str, Any]]) -> None:
+    for rank, record in enumerate(ranks):
+        record["loaders"][0]["subset"] = f"part {rank}"
+
+
+def copies(ranks: list[dict[str, Any]]) -> None:
+    """The optimizer has tensors of its own, and the script changes the module's weights from them."""
+    for record in ranks:
+        record["alone"] = ["0:weight"]
+    strange(ranks)
+
+
+def strange(ranks: list[dict[str, Any]]) -> None:
+    for record in ranks:
+        for step in record["steps"]:
+            step |= {"gradients": {}, "local": {}, "strange": 1, "groups": [{"names": [], "values": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda ranks: None, None),
+        (lambda ranks: one_sample(ranks, (1,)), (1, "data", "samples", False)),
+        (lambda ranks: one_sample(ranks, (0, 1, 2)), (0, "data", "samples", True)),
+        (divided_twice, (0, "data", "dataset", True)),
+        (second(1, lambda step: step["losses"][0].update(classes="a")), (1, "loss", "weight of cross_entropy", False)),
+        (in_all(lambda step: step.update(passes={"0:weight": [0, 9]}, began=5)), (0, "backward", "SGD", False)),
+        (strange, (0, "update", "SGD", True)),
+        (copies, (0, "update", "SGD", False)),
+        (second(2, lambda step: step["local"].clear()), (2, "reduction", "weight", True)),
+        (lambda ranks: ranks[1]["steps"].pop(), (2, "processes", "number of steps", True)),
+        (lambda ranks: (ranks[1]["steps"].pop(), ranks[1].update(joins=True)), None),
+        (lambda ranks: (ranks[1]["steps"].pop(), ranks[1].update(num_unseen=1)), None),
+    ],
+)
+def test_what_records_show_without_a_replay(change: Callable[[Any], object], found: tuple[Any, ...] | None) -> None:
+    ranks = whole_records()
+    change(ranks)
+    findings = [(one.step, one.phase, one.name, one.fails) for one in findings_of(Evidence(ranks, None))]
+    assert findings[:1] == ([found] if found else []), findings
+
+
+@pytest.mark.parametrize(
+    ("left", "mine", "fails"),
+    [
+        (8.0, (3.0, 3.0), None),  # changed on both ranks alike, after the backward had left the mean
+        (8.0, (3.0, 5.0), True),
+        (5.0, (3.0, 3.0), True),
+        (8.0, (2.0, 2.0), True),  # a factor that follows the ranks
+    ],
+)
+def test_gradients_that_the_script_changes(left: float, mine: tuple[float, float], fails: bool | None) -> None:
+    ranks = whole_records()
+    for record, own in zip(ranks, mine, strict=True):
+        for step in record["steps"]:
+            step["left"] = {"0:weight": torch.full((2,), left)}
+            step["gradients"] = {"0:weight": torch.tensor([own, own if fails and own == 2.0 else -1.0])}
+    found = findings_of(Evidence(ranks, None))
+    assert {(one.phase, one.fails) for one in found} == {("reduction", True) if fails else ("clipping", False)}
+
+
+def test_divided_models_are_named() -> None:
+    ranks = whole_records()
+    assert divided_by_hand(ranks) == ""
+    for record in ranks:
+        record["exchanges"] = ["all_reduce"]
+    assert divided_by_hand(ranks) == ""
+    ranks[1]["steps"][0]["calls"][0]["weights"] = {"0:weight": "other"}
+    assert "ranks have other weights" in divided_by_hand(ranks)
+    ranks[1]["modules"][0]["shapes"] = {"weight": (3,)}
+    assert "ranks have other modules" in divided_by_hand(ranks)
