@@ -91,7 +91,7 @@ def whole_records() -> list[dict[str, Any]]:
     """Records with all that is compared without a replay."""
     ranks = records()
     for rank in ranks:
-        rank |= {"hooks": [], "exchanges": []}
+        rank |= {"hooks": [], "exchanges": [], "samplers": []}
         for number, step in enumerate(rank["steps"]):
             step["calls"][0] |= {"weights": {"0:weight": "w0"}, "outputs": [0], "number": 0}
             loss = {"function": "cross_entropy", "count": 4, "ignored": 0, "weighted": False, "classes": ""}
