@@ -34,6 +34,7 @@ def _in(module: str, *tests: str) -> tuple[str, ...]:
 
 RECOVERY, PREEMPTED, INCIDENTS = "faults/test_recovery", "faults/test_preempted", "faults/test_incidents"
 JOINING, OTHER_JOB, DAMAGE, STORAGE = (f"faults/test_{n}" for n in ("joining", "other_job", "damage", "storage"))
+HUNG = "faults/test_hung_mounts"
 HOSTS, ENDS, OUTPUT, SERVED = (f"faults/test_{n}" for n in ("hosts", "ends", "output", "parameter_server"))
 STORE, WRITER = "unit/checkpoint/test_store", "unit/checkpoint/test_keeper_writer"
 SURVIVES, WATCH, DECIDES = (
@@ -153,6 +154,7 @@ ROWS = (
         "SIGTERM, SIGUSR1, to one process or to all",
         "a checkpoint of the step in hand, exit code 75",
         _in(PREEMPTED, "test_asked_to_stop", "test_the_whole_group_is_asked_to_stop")
+        + _in(PREEMPTED, "test_asked_to_stop_in_an_evaluation")
         + _in("faults/test_handed_on", "test_by_the_launcher_and_later_by_a_scheduler"),
     ),
     Row(
@@ -269,7 +271,8 @@ ROWS = (
         "a full disk",
         "the training goes on; later checkpoints are written again",
         _in(WRITER, "test_a_disk_that_refuses_is_a_warning_and_is_counted")
-        + _in(STORE, "test_a_full_disk_leaves_nothing_behind"),
+        + _in(STORE, "test_a_full_disk_leaves_nothing_behind")
+        + _in(STORAGE, "test_a_full_disk_loses_the_oldest_checkpoint_first"),
         _in(STORAGE, "test_the_last_checkpoint_cannot_be_written"),
     ),
     Row(
@@ -278,7 +281,8 @@ ROWS = (
         "storage that vanishes, is read-only or hangs",
         "a bounded wait; the training goes on",
         soak=_in(DAMAGE, "test_a_run_directory_that_vanishes_is_told_at_once")
-        + _in(WRITER, "test_a_disk_that_hangs_is_waited_for_once"),
+        + _in(WRITER, "test_a_disk_that_hangs_is_waited_for_once")
+        + _in(HUNG, "test_a_dataset_on_a_hung_mount_is_waited_for", "test_checkpoints_on_a_hung_mount_end_no_training"),
     ),
     Row(
         35,

@@ -193,8 +193,10 @@ def cost(command: str, out: Path) -> Cost:
             resource.prlimit(started.pid, resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
         while started.process.poll() is None and time.monotonic() < began + 40.0:
             with contextlib.suppress(OSError):
-                status = Path(f"/proc/{started.pid}/status").read_text(encoding="utf-8")
-                peak = max(peak, *(int(kb) * 1024 for kb in re.findall(r"VmHWM:\s+(\d+)", status)), 0)
+                children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text(encoding="ascii")
+                for pid in (started.pid, *children.split()):  # a run trains in a child
+                    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+                    peak = max(peak, *(int(kb) * 1024 for kb in re.findall(r"VmHWM:\s+(\d+)", status)), 0)
             time.sleep(0.005)
         ended = started.wait(0.1)
     return Cost(time.monotonic() - began, peak, ended)

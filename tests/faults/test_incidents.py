@@ -89,6 +89,15 @@ def test_a_data_worker_that_dies_or_hangs(how: str, tmp_path: Path) -> None:
     assert_same(ended, run(Run(f"{JOB}:rows", tmp_path / "undisturbed", 1, True)).expect(0))
 
 
+def test_a_data_worker_that_is_stopped_before_its_first_sample(tmp_path: Path) -> None:
+    """Its dataset may take minutes to load, but not while it is stopped."""
+    variables = {"TEST_STOP": str(tmp_path / "stopped")}
+    ended = run(Run(f"{JOB}:rows", tmp_path / "run", 1, True, ("--workers", "1"), environment=variables)).expect(0)
+    (told,) = of_kind(ended, "workers")
+    assert told["what"].startswith("a worker process was stopped (SIGSTOP), and gave no sample for")
+    assert_same(ended, run(Run(f"{JOB}:rows", tmp_path / "undisturbed", 1, True)).expect(0))
+
+
 @parametrize(("devices", "victim"), [(2, 1), (3, 0)], usual=["2-1"])
 def test_a_flipped_bit_is_found_and_taken_back(devices: int, victim: int, tmp_path: Path) -> None:
     arguments = ("--check-replicas", "4", "--checkpoint-every", "3")

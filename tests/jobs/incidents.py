@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,19 @@ import shoal
 
 
 class Rows(tiny.SlowToLoad):
-    """Augmented vectors by item, of which those in $TEST_BAD raise; a data worker tells its process id."""
+    """Augmented vectors by item, of which those in $TEST_BAD raise; a data worker tells its process id.
+
+    The first worker stops at its first sample, if the file $TEST_STOP is not there yet.
+    """
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         found = super().__getitem__(i)  # which draws at random first
         if get_worker_info() is not None and "TEST_PIDS" in os.environ:
             Path(os.environ["TEST_PIDS"], f"{witness.rank()}-{os.getpid()}").touch()
+        mark = Path(os.environ.get("TEST_STOP", os.devnull))
+        if get_worker_info() is not None and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
         if str(i) in os.environ.get("TEST_BAD", "").split(","):
             raise OSError(f"cannot read sample {i}")
         return found
