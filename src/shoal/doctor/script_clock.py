@@ -250,20 +250,20 @@ def about(optimizer: Any, on_gpu: bool, tries: bool) -> dict[str, Any]:
     is_plain = type(optimizer).__module__.startswith("torch.optim.") and "fused" in optimizer.defaults
     if not tries or not is_plain or any(group.get("fused") for group in optimizer.param_groups):
         return facts
-    copies: list[torch.Tensor] = []
-    for parameter in owners:
-        copies.append(parts.local(parameter).clone().requires_grad_())
-        copies[-1].grad = torch.full_like(copies[-1], 1e-3)
-        if sum(one.numel() for one in copies) > _TRIAL_ELEMENTS:
-            break
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in known and name != "params"}
+    copies: list[torch.Tensor] = []
     try:
+        for parameter in owners:
+            copies.append(parts.local(parameter).clone().requires_grad_())
+            copies[-1].grad = torch.full_like(copies[-1], 1e-3)
+            if sum(one.numel() for one in copies) > _TRIAL_ELEMENTS:
+                break
         facts["trial"] = [
             update_seconds(type(optimizer)(copies, **{**options, **own}), on_gpu)
             for own in ({}, {"fused": True, "foreach": None})
         ]
-    except (RuntimeError, ValueError, TypeError):  # such parameters have no fused update
+    except (RuntimeError, ValueError, TypeError):  # such parameters have no fused update, or copies no room
         facts["trial"] = None
     return facts
 
