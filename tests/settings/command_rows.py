@@ -680,7 +680,7 @@ def diagnosed(*keys: str) -> Any:
     """A value in doctor.json."""
 
     def see(ended: Ended) -> Any:
-        value = read(ended.out / "doctor.json")
+        value = read(ended.folder / "runs/loop-doctor/doctor.json")
         for key in keys:
             value = value[key]
         return value

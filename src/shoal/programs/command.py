@@ -34,7 +34,7 @@ _SITE = str(Path(__file__).parent / "site")
 # Words that start a launcher of their own; the script and its arguments are wanted alone.
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 _UNREAD = {
-    "DeepSpeedEngine": "it has ZeRO-3, experts, a pipeline, an offloaded optimizer or float16: not compared yet",
+    "DeepSpeedEngine": "it has experts, a pipeline, an offloaded optimizer or float16, which are not compared yet",
     "PipelineStage": "each rank has other modules, whose forwards and gradients are not compared yet",
 }
 _POLL_SECONDS = 0.05

@@ -34,7 +34,10 @@ EXCHANGES = (
     *("all_gather_object", "broadcast_object_list", *SENDS),
     *("all_gather_tensor", "all_gather_single", "reduce_scatter_single", "permute_tensor"),
 )
-SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._functional_collectives")
+SHARDING = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._functional_collectives"),
+    "deepspeed.runtime.zero",
+)
 
 
 def method(owner: Any, name: str, before: Any) -> None:
@@ -184,13 +187,22 @@ def observe_calls(recorder: observer.ScriptRecorder) -> None:
         around(functional, name, functools.partial(loss_function, name))
 
 
+def caller_of(frame: Any) -> str:
+    """Return the name of the module that calls a function of torch.distributed, or DeepSpeed's own one of that name."""
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(
+        ("deepspeed.comm", "deepspeed.utils")
+    ):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
 def observe_ranks(recorder: observer.ScriptRecorder) -> None:
     """Install the wrappers of what goes from rank to rank."""
     import torch.distributed._functional_collectives as functional_collectives
 
     def exchanged(run: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(recorder.thread, "call", None)
-        caller = sys._getframe(2).f_globals.get("__name__", "")
+        caller = caller_of(sys._getframe(2))
         if call is not None and (".experimental" in caller or not caller.startswith(SHARDING)):
             call["exchanges"] = True
             recorder.exchanges.add(run.__name__)

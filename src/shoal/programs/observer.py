@@ -480,6 +480,8 @@ class ScriptRecorder:
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
             values |= {n: v.item() for n, v in group.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             names = []
+            if self.turn[1] > 1 and not group["params"]:  # ZeRO-3 gives one group at a time
+                continue
             for parameter in group["params"]:
                 own = self.known.of(parameter)
                 step["strange"] += not own
@@ -610,18 +612,23 @@ def note_engine(recorder: ScriptRecorder, module: nn.Module) -> None:
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
         recorder.known.wrappers[id(module)] = engine
-        is_cut = engine.zero_optimization_stage() > 2 or engine.has_moe_layers or type(engine) is not kind
-        if is_cut or engine.fp16_enabled() or getattr(engine.optimizer, "cpu_offload", False):
+        zero = engine.optimizer
+        flats = getattr(zero, "single_partition_of_fp32_groups", getattr(zero, "fp32_partitioned_groups_flat", []))
+        is_cut = (
+            engine.has_moe_layers or type(engine) is not kind or len(flats) not in (0, len(zero.optimizer.param_groups))
+        )
+        offloads = getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)
+        if is_cut or engine.fp16_enabled() or offloads:
             recorder.unread.add("DeepSpeedEngine")
-        if not hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
+        if not flats:
             continue
-        groups, run = len(engine.optimizer.bit16_groups), engine.optimizer._optimizer_step
+        groups, run = len(flats), zero._optimizer_step
 
         def step(number: int, run: Any = run, groups: int = groups) -> None:
             recorder.turn = number, groups
             run(number)
 
-        engine.optimizer._optimizer_step = step
+        zero._optimizer_step = step
 
 
 def num_ranks() -> int:

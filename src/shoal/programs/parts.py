@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -115,10 +115,10 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             start = own.intra_param_start_idx if own.in_shard else 0
             place = {"shape": tuple(shape), "offset": (start,), "size": (size,), "summed": []}
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
-    flats = flat_partitions(module)
+    flats = flat_places(module)
     for name, own in module.named_parameters():
         if id(own) in flats:
-            yield fragment(f"{number}:{plain_name(name)}", own, flats[id(own)])
+            yield flat_part(f"{number}:{plain_name(name)}", flats[id(own)], own.dtype)
             continue
         key, p = f"{number}:{plain_name(name)}", sharded.get(id(own), own)
         if key not in flat and not hasattr(p, "_fqns"):
@@ -126,27 +126,42 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             yield ParameterPart(key, place_of(p), tuple(p.shape), p, *of, dtypes.get(id(p), p.dtype))
 
 
-def flat_partitions(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the flat tensors that the optimizer of a DeepSpeed engine has, by the ids of parameters in them."""
+class FlatPlace(NamedTuple):
+    """Where this rank's part of a parameter lies in a flat tensor of an optimizer. The part may be empty."""
+
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+    start: int  # in the parameter
+    begin: int  # in the flat tensor
+    size: int
+
+
+def flat_places(module: nn.Module) -> dict[int, FlatPlace]:
+    """Return the places of parameters, by their ids, in the flat tensors that a DeepSpeed engine's optimizer has."""
     zero: Any = getattr(module, "optimizer", None) if type(module).__name__ == "DeepSpeedEngine" else None
-    groups = zip(getattr(zero, "bit16_groups", ()), getattr(zero, "single_partition_of_fp32_groups", ()), strict=False)
-    return {id(p): flat for group, flat in groups for p in group}
+    flats, places = getattr(zero, "single_partition_of_fp32_groups", ()), dict[int, FlatPlace]()
+    for flat, p in (
+        ((flat, p) for flat, group in zip(flats, zero.bit16_groups, strict=True) for p in group) if flats else ()
+    ):
+        of, own = p._hp_mapping, (0, 0, 0)
+        if of is not None:
+            own = of.lp_fragment_address.start, of.hp_fragment_address.start, of.hp_fragment_address.numel
+        places[id(p)] = FlatPlace(tuple(p.shape), flat, *own)
+    positions, parameters = getattr(zero, "grad_position", {}), cast(Iterable[Any], module.parameters())
+    for p in (p for p in parameters if getattr(p, "ds_id", None) in positions):  # ZeRO-3, whose parts have one size
+        number, begin, size = positions[p.ds_id]
+        start = min(p.ds_numel, torch.distributed.get_rank(p.ds_process_group) * size)
+        flat = zero.fp32_partitioned_groups_flat[number]
+        places[id(p)] = FlatPlace(tuple(p.ds_shape), flat, start, begin, min(size, p.ds_numel - start))
+    return places
 
 
-def fragment(key: str, parameter: Any, flat: torch.Tensor) -> ParameterPart:
-    """Return this rank's part of a parameter that lies in a flat tensor of an optimizer, which may be empty."""
-    of, start, begin, size = parameter._hp_mapping, 0, 0, 0
-    if of is not None:
-        start, begin, size = of.lp_fragment_address.start, of.hp_fragment_address.start, of.hp_fragment_address.numel
-
-    def gradient() -> torch.Tensor | None:
-        return None if flat.grad is None else flat.grad[begin : begin + size]
-
-    place = {"shape": tuple(parameter.shape), "offset": (start,), "size": (size,), "summed": []}
-    whole = tuple(parameter.shape)
-    return ParameterPart(
-        key, place, whole, flat, lambda: flat.detach()[begin : begin + size], gradient, parameter.dtype
-    )
+def flat_part(key: str, of: FlatPlace, dtype: torch.dtype) -> ParameterPart:
+    """Return this rank's part of a parameter that lies in a flat tensor."""
+    flat, own = of.flat, slice(of.begin, of.begin + of.size)
+    place = {"shape": of.shape, "offset": (of.start,), "size": (of.size,), "summed": []}
+    gradient = lambda: None if flat.grad is None else flat.grad[own]  # noqa: E731
+    return ParameterPart(key, place, of.shape, flat, lambda: flat.detach()[own], gradient, dtype)
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:
