@@ -127,7 +127,7 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
 
 
 class FlatPlace(NamedTuple):
-    """Where this rank's part of a parameter lies in a flat tensor of an optimizer. The part may be empty."""
+    """Place of this rank's part of a parameter, which may be empty, in a flat tensor of an optimizer."""
 
     shape: tuple[int, ...]
     flat: torch.Tensor
