@@ -127,7 +127,8 @@ class Evidence:
                     f"the update of {several(len(alone), 'parameter')}, such as {self.named(alone[0])}: an optimizer "
                     "that is none of torch's makes it"
                 )
-        self.joins = any(record["joins"] for record in records)
+        joins = [record["joins"] for record in records if record["joins"] is not None]
+        self.joins, self.num_steps = bool(joins), int(min([self.num_steps, *joins]))
         if self.joins:
             self.coverage.leave_out("steps after one rank has no more samples (Join)")
         for words in replay["failures"] if replay is not None else ():

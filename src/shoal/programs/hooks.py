@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,11 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
             recorder.left.look(recorder.known.keys_of_gradients(observer.tensors_of(args)))
         return result
 
+    def entered(join: Any) -> None:
+        recorder.joins = math.inf if recorder.joins is None else recorder.joins
+
     def waited(run: Any, *args: Any) -> Any:
+        recorder.joins = min(recorder.joins or 0, len(recorder.steps))
         recorder.write(final=False)  # this rank has no more samples, and others may end before it returns
         result = run(*args)
         with contextlib.suppress(FileNotFoundError):
@@ -227,7 +232,7 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
         from torch.distributed.algorithms.join import Join
 
         method(nn.parallel.DistributedDataParallel, "register_comm_hook", hooked)
-        method(Join, "__enter__", lambda self: setattr(recorder, "joins", True))
+        method(Join, "__enter__", entered)
         around(Join, "__exit__", waited)
     for name in EXCHANGES:
         around(torch.distributed, name, exchanged)

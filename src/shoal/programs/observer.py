@@ -282,7 +282,7 @@ class ScriptRecorder:
         self.in_scaler = self.by_metric = False  # by_metric: a scheduler follows a number
         self.seconds = 0.0
         self.deaf = set[str]()  # why nothing is recorded now: "done", "full", or a second gradient of one update
-        self.joins = False  # ranks may end before others: DDP's Join
+        self.joins: float | None = None  # steps before this rank has no more samples; None without DDP's Join
         self.exchanges = set[str]()  # functions by which the script's own forwards get values of other ranks
         self.hooks = set[str]()  # of DDP, through which gradients are summed
         self.room, self.num_unseen = room, 0  # bytes that the record may have yet; updates after it was full

@@ -36,7 +36,7 @@ def records() -> list[dict[str, Any]]:
             "optimizers": ["SGD"],
             "num_unseen": 0,
             "alone": [],
-            "joins": False,
+            "joins": None,
         }
         made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": []}]
     return made
@@ -145,7 +145,7 @@ def strange(ranks: list[dict[str, Any]]) -> None:
         (copies, (0, "update", "SGD", False)),
         (second(2, lambda step: step["local"].clear()), (2, "reduction", "weight", True)),
         (lambda ranks: ranks[1]["steps"].pop(), (2, "processes", "number of steps", True)),
-        (lambda ranks: (ranks[1]["steps"].pop(), ranks[1].update(joins=True)), None),
+        (lambda ranks: (ranks[1]["steps"].pop(), ranks[1].update(joins=2)), None),
         (lambda ranks: (ranks[1]["steps"].pop(), ranks[1].update(num_unseen=1)), None),
     ],
 )
