@@ -338,6 +338,81 @@ def test_only_what_the_loss_reads_of_a_batch_is_gathered(tmp_path: Path, monkeyp
     assert traced(job, plan({"data": 2}), tmp_path).weight > 0
 
 
+def test_the_outputs_of_all_ranks_have_the_same_names(tmp_path: Path) -> None:
+    job = job_of("supcon")
+    labels = torch.zeros_like(job.train_data[2])
+    labels[32:64] = 1  # the second rank's in the first step
+
+    def outputs(model: nn.Module, data: Any) -> Any:
+        rows = model(data[0])
+        return (rows, rows) if bool(data[2].any()) else (rows, None)
+
+    job = replace(
+        job,
+        outputs=outputs,
+        loss=lambda rows, data: (rows[0].logsumexp(0).sum(), 64),
+        train_data=(*job.train_data[:2], labels),
+        eval_data=None,
+    )
+    with pytest.raises(JobError, match="other names or numbers of tensors in another grain"):
+        traced(job, plan({"data": 2}), tmp_path)
+
+
+@pytest.mark.parametrize("reads", ["", "size", "name", "text"])
+def test_parts_of_a_batch_that_are_no_tensors(reads: str, tmp_path: Path) -> None:
+    """Constants reach the loss. What differs between grains, and lists that are as long as a grain, do not."""
+
+    def loss(outputs: Any, data: Any) -> Any:
+        assert data["mask"] is None
+        assert not data["flag"]
+        assert data["level"] == 3
+        if (reads == "size" and data["size"] == 64) or (reads == "name" and data["names"][0] == "a"):
+            return outputs.sum() * 0.0, 64
+        total = torch.mul(outputs, data["names"]) if reads == "text" else outputs
+        return total.logsumexp(0).sum(), 64
+
+    def collate(samples: Any) -> Any:
+        constants = {"mask": None, "flag": False, "level": 3}
+        names = ["a"] * len(samples)
+        return {"x": torch.stack([one for one, *_ in samples]), **constants, "size": len(samples), "names": names}
+
+    job = job_of("supcon")
+    job = replace(
+        job,
+        outputs=lambda model, data: model(data["x"]),
+        loss=loss,
+        train_data=list(zip(*job.train_data, strict=True)),
+        collate=collate,
+        eval_data=None,
+        global_batch=63,
+    )
+    if not reads:
+        verdict = shoal.verify(job, plan({"data": 2}), steps=1)
+        assert verdict.verified, verdict.render()
+    else:
+        with pytest.raises(ShoalError, match="a part of the batch which is no tensor by sample"):
+            traced(job, plan({"data": 2}), tmp_path)
+
+
+def test_a_loss_that_uses_a_parameter_past_the_outputs_is_refused(tmp_path: Path) -> None:
+    """Its gradient would be lost: plain torch adds it."""
+    models: list[nn.Module] = []
+    job = job_of("supcon")
+    build = job.model
+
+    def model() -> nn.Module:
+        models.append(build())
+        return models[-1]
+
+    def loss(outputs: Any, data: Any) -> Any:
+        weight = next(models[-1].parameters())
+        return outputs.logsumexp(0).sum() * weight.square().sum(), 64
+
+    job = replace(job, model=model, outputs=lambda model, data: model(data[0]), loss=loss, eval_data=None)
+    with pytest.raises(JobError, match="of the model by itself"):
+        traced(job, plan({"data": 2}), tmp_path)
+
+
 def test_a_first_read_of_the_batch_changes_neither_draws_nor_outputs(tmp_path: Path) -> None:
     """The loss is computed again then, after it has drawn and has written into an output."""
 

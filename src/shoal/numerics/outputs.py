@@ -116,6 +116,11 @@ def _kind(name: str, leaf: Any, num_samples: int | None) -> str:
     )
 
 
+def has_no_tensor(part: Any) -> bool:
+    """Return True if no leaf of a part of a batch is a tensor, such as None or a list of names."""
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(part))
+
+
 def widened_leaf(leaf: Any) -> Any:
     """Return a leaf in float32 if it has fewer bits: a loss that compares many samples loses too much in them."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 4 else leaf

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.data.loader import Microbatch
 from shoal.numerics.generators import seed_everything
-from shoal.numerics.outputs import BY_SAMPLE, PARAMETER, SUM, GrainOutputs, OutputsRequest, widened_leaf
+from shoal.numerics.outputs import BY_SAMPLE, PARAMETER, SUM, GrainOutputs, OutputsRequest, has_no_tensor, widened_leaf
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.loss_pair import check_pair
 from shoal.training.microbatch.step import LossComputer
@@ -50,7 +50,7 @@ def requests(
     def joined(*own: Any) -> Any:
         return torch.cat(own) if isinstance(own[0], Tensor) and own[0].ndim else own[0]
 
-    batch = tree_map(joined, *(own for _, own in in_order))
+    batch = tree_map(joined, *(own for _, own in in_order), is_leaf=has_no_tensor)
     seed_everything(random_key(job.seed, "loss", microbatches[0].step))
     with precision.products():
         total, weight = check_pair("loss", job.loss(first[0].tree(leaves), batch))

@@ -36,6 +36,7 @@ from shoal.numerics.outputs import (
     GivenGradients,
     GrainOutputs,
     OutputsRequest,
+    has_no_tensor,
     widened_leaf,
 )
 from shoal.parallel.base import run_engine
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 # Relative distance between outputs and the same outputs computed again: kernels of a GPU in 16 bits stay below it, and
 # dropout with another mask is far above it.
 _SAME_OUTPUTS = 2e-2
+_OTHER_NAMES = "outputs or batches with other names or numbers of tensors in another grain"
 # Reads of a tensor that need no values.
 _OF_SHAPE: frozenset[Any] = frozenset(
     {Tensor.__len__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
@@ -169,18 +171,14 @@ class GlobalLoss:
     def _add(self, microbatch: Microbatch, counts: bool, batch: Any, outputs: GrainOutputs) -> None:
         """Store the outputs and the batch of a microbatch that `counts`. Raises: JobError if they do not fit others."""
         step = self._step
-        leaves, spec = tree_flatten(batch)
-        is_row = [
-            isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.size(0) == microbatch.num_samples for leaf in leaves
-        ]
-        leaves = [leaf if own else None for leaf, own in zip(leaves, is_row, strict=True)]
+        leaves, spec = tree_flatten(batch, is_leaf=has_no_tensor)
         detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs.leaves]
         part = _Part(microbatch.grains[0].index, microbatch.num_samples, replace(outputs, leaves=detached), leaves)
         first = next(iter(step.parts.values()), None)
         if first is None:
             step.template, step.batch = part, spec
         elif (first.outputs.spec, first.outputs.kinds) != (outputs.spec, outputs.kinds) or step.batch != spec:
-            raise _unlike("outputs or batches with other names or numbers of tensors in another grain")
+            raise _unlike(_OTHER_NAMES)
         if counts:
             step.parts[part.grain] = part
 
@@ -229,6 +227,7 @@ class GlobalLoss:
                 leaves = self._leaves(gathering)
                 mark("forward")
                 total, weight = self._loss(gathering, leaves)
+                self._refuse_past_outputs(total, leaves)
                 inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
                 by_input: Iterator[Tensor | None] = iter(())
                 if isinstance(total, Tensor) and total.requires_grad:
@@ -241,6 +240,26 @@ class GlobalLoss:
                     torch.cuda.set_rng_state(on_device, device)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         step.solution = _Solution(total.detach(), weight, gradients, gathering.starts)
+
+    def _refuse_past_outputs(self, total: Tensor, leaves: list[Any]) -> None:
+        """Refuse a loss that uses the model's parameters in another way than by outputs. Raises: JobError."""
+        nodes, seen, known = [total.grad_fn], set[Any](), {id(leaf) for leaf in leaves}
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if variable is None or id(variable) in known:
+                continue
+            for name, parameter in self._parts.computer.model.named_parameters():
+                if parameter is variable:
+                    raise JobError(
+                        given=f"a loss over the global batch that uses {name!r} of the model by itself",
+                        conflict="it is differentiated by the outputs alone, so that this use would have no gradient",
+                        remedy="return the parameter from Job(outputs=...), or what the loss computes with it",
+                    )
 
     def _leaves(self, gathering: _Gathering) -> list[Any]:
         """Return the outputs of the global batch, each a leaf of the loss's graph."""
@@ -277,7 +296,8 @@ class GlobalLoss:
             for place, tensor in zip(missing, gathering.batch(missing), strict=True):
                 batch[place] = tensor
             known = {*self._read}
-            reads = _Reads({id(leaf): place for place, leaf in enumerate(batch) if place not in known})
+            unread = [place for place, leaf in enumerate(batch) if place not in known and isinstance(leaf, Tensor)]
+            reads = _Reads({id(batch[place]): place for place in unread})
             tree = tree_unflatten(batch, self._step.batch)
             try:
                 with reads if reads.places else contextlib.nullcontext():
@@ -302,11 +322,13 @@ class _Gathering:
     def exchange_layouts(self) -> None:
         """Exchange the grains and the shapes of all ranks. Raises: PeerFailedError; JobError for unlike shapes."""
         own = self._own
-        layouts = [[_layout(part.outputs.leaves[place]) for part in own] for place in self._places(BY_SAMPLE)]
-        batch = [[_layout(part.batch[place]) for part in own] for place in range(len(own[0].batch) if own else 0)]
+        layouts = [[_layout(part.outputs.leaves[place], part.size) for part in own] for place in self._places(BY_SAMPLE)]
+        places = range(len(own[0].batch) if own else 0)
+        batch = [[_layout(part.batch[place], part.size) for part in own] for place in places]
         rows = self._mesh.gather_json(
             {
                 "grains": [[part.grain, part.size] for part in own],
+                "names": [[part.outputs.names, part.outputs.kinds, len(part.batch)] for part in own[:1]],
                 "outputs": [_common(of_parts) for of_parts in layouts],
                 "batch": [_common(of_parts) for of_parts in batch],
             }
@@ -326,6 +348,8 @@ class _Gathering:
             places = dict(zip(in_turn, torch.arange(self.num_rows).split([sizes[g] for g in in_turn]), strict=True))
             self._order = torch.cat([places[grain] for grain in sorted(places)])
         holding = [row for row in rows if row["grains"]]
+        if any(row["names"] != holding[0]["names"] for row in holding):
+            raise _unlike(_OTHER_NAMES)
         self._outputs = [_common(list(column)) for column in zip(*(row["outputs"] for row in holding), strict=True)]
         self._batch = [_common(list(column)) for column in zip(*(row["batch"] for row in holding), strict=True)]
         for place, layout in zip(self._places(BY_SAMPLE), self._outputs, strict=True):
@@ -351,11 +375,13 @@ class _Gathering:
         return self._gathered(own, [layout for layout in layouts if layout is not None])
 
     def shapes_of_batch(self) -> list[Any]:
-        """Return the leaves of the global batch without values."""
+        """Return the leaves of the global batch: tensors without values, and constants that all grains have."""
         return [
-            torch.empty((self.num_rows, *layout[1]), dtype=getattr(torch, layout[0]), device="meta")
-            if layout is not None
-            else NotGathered()
+            NotGathered()
+            if layout is None
+            else torch.empty((self.num_rows, *layout[1]), dtype=getattr(torch, layout[0]), device="meta")
+            if layout[0]
+            else layout[1]
             for layout in self._batch
         ]
 
@@ -419,20 +445,33 @@ class _Reads(TorchFunctionMode):
 
 
 class NotGathered:
-    """Part of a batch that is no tensor by sample, so that the loss over the global batch does not receive it."""
+    """Part of a batch that is neither by sample nor a constant, so that a loss over the global batch cannot read it."""
 
     def __getattr__(self, name: str) -> Any:
         raise JobError(
             given=f"a loss over the global batch that reads {name} of a part of the batch which is no tensor by sample",
             conflict="the batches of the grains are joined along the samples; this part has no such dim, or another "
-            "shape in each grain",
+            "value or shape in each grain",
             remedy="return what the loss needs of it from Job(outputs=...), as a tensor by sample",
         )
 
+    def _read(self, *others: Any) -> Any:
+        return self.__getattr__("values")
 
-def _layout(leaf: Any) -> tuple[str, list[int]] | None:
-    """Return dtype and shape of a row, or None for what is no tensor by sample."""
-    return (str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = __int__ = __float__ = __index__ = _read
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls().values
+
+
+def _layout(leaf: Any, num_samples: int) -> tuple[str, Any] | None:
+    """Return dtype and shape of a row, an empty name and the value of a constant, or None for what is neither."""
+    if isinstance(leaf, Tensor):
+        is_row = leaf.ndim > 0 and leaf.size(0) == num_samples
+        return (str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])) if is_row else None
+    return ("", leaf) if leaf is None or type(leaf) in (bool, int, float, str) else None
 
 
 def _common(layouts: Sequence[Any]) -> Any:
