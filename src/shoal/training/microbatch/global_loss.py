@@ -322,7 +322,9 @@ class _Gathering:
     def exchange_layouts(self) -> None:
         """Exchange the grains and the shapes of all ranks. Raises: PeerFailedError; JobError for unlike shapes."""
         own = self._own
-        layouts = [[_layout(part.outputs.leaves[place], part.size) for part in own] for place in self._places(BY_SAMPLE)]
+        layouts = [
+            [_layout(part.outputs.leaves[place], part.size) for part in own] for place in self._places(BY_SAMPLE)
+        ]
         places = range(len(own[0].batch) if own else 0)
         batch = [[_layout(part.batch[place], part.size) for part in own] for place in places]
         rows = self._mesh.gather_json(
