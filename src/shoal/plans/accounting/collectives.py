@@ -276,7 +276,7 @@ class Array:
 
     def padded_numel(self, parts: int) -> int:
         """Return the number of elements with dim 0 rounded up to a multiple of `parts`, as fully_shard cuts it."""
-        rows = self.shape[0]
+        rows = self.shape[0] if self.shape else 0  # ranks have scalars whole
         return self.numel if rows % parts == 0 else -(-rows // parts) * parts * prod(self.shape[1:])
 
 
@@ -577,6 +577,8 @@ def whole(arrays: Iterable[Array]) -> int:
 
 def cut(array: Array, place: int, degree: int) -> Array:
     """Return a rank's rows of `array` if fully_shard cuts dim 0 into `degree` parts: full parts first, then fewer."""
+    if not array.shape:  # ranks have scalars whole
+        return array
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
     return replace(array, shape=(mine, *array.shape[1:]))

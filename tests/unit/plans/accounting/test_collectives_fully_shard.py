@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.distributed.traffic_meter import Traffic
 from shoal.plans.accounting.collectives import (
+    Array,
     StateShape,
     Volumes,
     cut,
@@ -54,3 +55,9 @@ def test_sent_and_held_in_large_worlds(replicas: int, degree: int, case: Case) -
     else:
         assert found.gradients == planned
     assert found.optimizer == optimizer_state(state, StateShape(2, 4))
+
+
+def test_scalars_are_whole_on_each_rank() -> None:
+    scalar = Array(())
+    assert scalar.padded_numel(3) == 1
+    assert cut(scalar, 2, 3) == scalar
