@@ -325,8 +325,8 @@ class _Gathering:
         layouts = [
             [_layout(part.outputs.leaves[place], part.size) for part in own] for place in self._places(BY_SAMPLE)
         ]
-        places = range(len(own[0].batch) if own else 0)
-        batch = [[_layout(part.batch[place], part.size) for part in own] for place in places]
+        num_leaves = len(own[0].batch) if own else 0
+        batch = [[_layout(part.batch[place], part.size) for part in own] for place in range(num_leaves)]
         rows = self._mesh.gather_json(
             {
                 "grains": [[part.grain, part.size] for part in own],
