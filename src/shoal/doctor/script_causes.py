@@ -161,10 +161,10 @@ def _exchanges(times: ScriptTimes) -> Losses:
             continue
         if library:
             words, saved = f"a setting of {library.partition('.')[0]} that leaves them out", 1.0
-        elif is_small and not (calls > 2 and calls >= optimizer["parameters"]):
-            words, saved = f"numbers exchanged every {_RARER} steps, or together in one tensor", 1 - 1 / _RARER
-        elif not times.records[0]["replicas"] and calls >= optimizer["parameters"] - 1:
+        elif not times.records[0]["replicas"] and calls >= max(2, optimizer["parameters"] - 1):
             words, saved = "DistributedDataParallel, which sums few buckets while the backward computes", 0.5
+        elif is_small:
+            words, saved = f"numbers exchanged every {_RARER} steps, or together in one tensor", 1 - 1 / _RARER
         else:
             words, saved = "this exchange left out, or made with async_op=True", 1.0
         title = f"exchanges by {library.partition('.')[0] or 'the script'}"
