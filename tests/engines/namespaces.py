@@ -26,7 +26,7 @@ def unavailable() -> str | None:
     """Why there can be no such hosts here; None where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "nsenter", "unshare", "hostname"):
+    for program in ("ip", "bridge", "nsenter", "unshare", "hostname"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     name = f"shoal-try-{os.getpid()}"
@@ -107,6 +107,11 @@ class Hosts:
 
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
+
+    def part(self, *, parted: bool = True) -> None:
+        """From now on no packet of a host reaches another, while this machine reaches all; or undoes that."""
+        for host in self.hosts:
+            _run("bridge", "link", "set", "dev", host.link, "isolated", "on" if parted else "off")
 
 
 @contextlib.contextmanager

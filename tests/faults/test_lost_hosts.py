@@ -83,7 +83,7 @@ def test_a_frozen_host_is_waited_for_without_a_range(hosts: SshHosts, undisturbe
         assert launcher is not None
         cgroup.freeze([launcher.pid, *(child.pid for child in launcher.children(recursive=True))])
         gate.open()
-        started.until(lambda: (out / "result.json").exists(), "the result", LIMIT_SECONDS)
+        started.until(lambda: "completed after step" in started.output, "the result", LIMIT_SECONDS)
         cgroup.thaw()
         started.wait(LIMIT_SECONDS).expect(0)
     assert result(out)["world_size"] == 2
@@ -96,7 +96,7 @@ def test_hosts_of_a_range_that_are_cut_from_each_other(hosts: SshHosts, undistur
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
     with run(hosts, out, *CHECKPOINTS, devices="1:2", gate=gate) as started:
         reach(started, gate)
-        hosts.hosts[0].lose_way_to(hosts.hosts[1])
+        hosts.hosts.part()
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "note: h2 is skipped: 1 of 2 processes (it does not reach rank 0's store at " in ended.stderr
@@ -108,7 +108,7 @@ def test_hosts_that_stay_cut_from_each_other(hosts: SshHosts, tmp_path: Path) ->
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
     with run(hosts, out, *CHECKPOINTS, "--max-restarts", "3", gate=gate) as started:
         reach(started, gate)
-        hosts.hosts[0].lose_way_to(hosts.hosts[1])
+        hosts.hosts.part()
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(69)
     assert "3 starts in a row got no further than step" in ended.stderr
@@ -119,10 +119,10 @@ def test_a_cut_that_ends_in_time(hosts: SshHosts, undisturbed: Ended, tmp_path: 
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
     with run(hosts, out, *CHECKPOINTS, gate=gate) as started:
         reach(started, gate)
-        hosts.hosts[0].lose_way_to(hosts.hosts[1])
+        hosts.hosts.part()
         gate.open()
         started.until(lambda: "does not reach rank 0's store" in started.output, "a start in vain", LIMIT_SECONDS)
-        hosts.hosts[0].find_way_to(hosts.hosts[1])
+        hosts.hosts.part(parted=False)
         started.wait(LIMIT_SECONDS).expect(0)
     assert result(out)["world_size"] == 2
     assert_same(out, undisturbed)

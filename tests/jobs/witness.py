@@ -61,6 +61,20 @@ def wait_at_gate(step: int) -> None:
                 show_life()
 
 
+def set_clock(step: int) -> None:
+    """Moves the clocks of this process where $TEST_CLOCK=STEP:RANK:HOW says so.
+
+    "wall -5" sets the date back by 5 s. All else is for libfaketime, which moves the monotonic clock too.
+    """
+    at, ranks, how = (os.environ.get("TEST_CLOCK") or "-1::").split(":")
+    if step == int(at) and rank() == ranks:
+        if how.startswith("wall "):
+            date, seconds = time.time, float(how.removeprefix("wall "))
+            time.time = lambda: date() + seconds
+        else:
+            os.environ["FAKETIME"] = how
+
+
 def show_life() -> None:
     """Begins this rank's phase anew in the file that its launcher reads."""
     path = os.environ.get(heartbeat.HEARTBEAT_FILE)
@@ -78,5 +92,6 @@ class Gated:
         self._schedule = schedule
 
     def __call__(self, progress: float) -> float:
+        set_clock(getattr(progress, "step", -1))
         wait_at_gate(getattr(progress, "step", -1))
         return self._schedule(progress) if self._schedule else 1.0

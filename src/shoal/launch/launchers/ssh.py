@@ -33,7 +33,7 @@ from shoal.runs.version import __version__
 
 _POLL_SECONDS = 0.05
 # Ranks on other hosts notice a closed connection by themselves, and several hosts may lack the same.
-_GRACE_SECONDS, _LAUNCH_GRACE_SECONDS = 5.0, 1.0
+_GRACE_SECONDS, _LAUNCH_GRACE_SECONDS = 2.5, 1.0
 # A host's process answers each second, whatever its ranks do.
 _SILENT_SECONDS = 5.0
 # Variables of this command that change how ranks train and are sent to the hosts.
@@ -245,8 +245,9 @@ def _followed(
         failed_at = min(failed_at, pauses.now) if gone else failed_at
         compared = all(process.fit or process.ssh.is_over() for process in processes)
         # Ranks do not notice that a host is frozen, or that another host's ranks do not come.
-        is_unfit = any(p.kind == "LaunchError" for p in gone)
-        grace = 0.0 if any(p.silent for p in gone) else _LAUNCH_GRACE_SECONDS if is_unfit else _GRACE_SECONDS
+        apart = [process for process in gone if process.kind == "LaunchError"]
+        is_clear = any(process.silent for process in gone) or (apart and len(apart) >= len(processes) - 1)
+        grace = 0.0 if is_clear else _LAUNCH_GRACE_SECONDS if apart else _GRACE_SECONDS
         if (gone and not sent_port and compared) or pauses.now - failed_at >= grace:
             break
         time.sleep(_POLL_SECONDS)
