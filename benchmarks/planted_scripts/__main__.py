@@ -1,12 +1,14 @@
-"""Claim: `shoal verify --script` finds 59 of 63 faults planted in 17 scripts, and accuses none of the right ones.
+"""Claim: `shoal verify --script` finds 75 of 75 faults planted in 19 scripts, and accuses none of the right ones.
 
-58 of the 59 are placed in phase and module. The rules that were there when the scripts were written found 41 of 61 and
-accused three right scripts.
+15 of them are found as a note. The rules were mended until they found these faults, so that this is no held-out score:
+those that were there when the first 17 scripts were written found 41 of 61, and accused three right scripts. The other
+two scripts, and their answers, were written after the rules. Of 539 right runs none is accused: 20 seeds of 11 scripts
+and of 15 ways of one of them, 10 of another script, and 1 or 2 of six slow ones.
 
 Repeat with `python -m benchmarks.planted_scripts`, all or some by `SCRIPT` or `SCRIPT:FAULT` (`SCRIPT:` is the right
-run). Scripts, faults and their answers (faults.csv) were written before the rules were read. `--seeds N` checks each
-right script with N seeds. The scripts need accelerate, transformers, lightning and scikit-learn. Their processes are
-forks of this one, which has imported torch: the observer begins in each as it does after `import torch`.
+run). `--seeds N` checks each right script with N seeds. The scripts need accelerate, transformers, lightning and
+scikit-learn. Their processes are forks of this one, which has imported torch: the observer begins in each as it does
+after `import torch`.
 """
 
 from __future__ import annotations
@@ -149,7 +151,8 @@ def table(records: dict[str, Any], expected: list[dict[str, str]]) -> str:
         "Written by `python -m benchmarks.planted_scripts`: two ranks, ten steps.",
     ]
     lines += [
-        "All scripts, faults and answers were committed before the first check. A fault is caught where the verdict"
+        "Scripts, faults and answers were committed before their first check; the README of the scripts says what was",
+        "changed afterwards, and which of them were written after the rules. A fault is caught where the verdict",
     ]
     lines += [
         "or a note says what it does not say of the right run. It is placed where phase and module are as expected."
