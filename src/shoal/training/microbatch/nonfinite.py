@@ -50,6 +50,8 @@ class NonFiniteStep:
     def _culprit(self) -> str:
         if self.culprits is None:
             return "which sample brought it is not searched for in a divided model"
+        if self.culprits["rank"] is None:
+            return "no sample brings it by itself"
         return "rank {rank} on {host}, grains {grains}, samples {samples}".format(**self.culprits)
 
     @property

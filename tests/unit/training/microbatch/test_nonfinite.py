@@ -16,7 +16,7 @@ from shoal.distributed.mesh import alone
 from shoal.jobs.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.nonfinite import find_nonfinite
+from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import LossComputer
 
@@ -57,3 +57,8 @@ def test_what_cannot_be_read_again_is_all_under_suspicion() -> None:
     told = found(mlp, 6, break_at=0)
     assert told["grains"] == [0, 1, 2, 3]
     assert told["samples"] == list(range(16))
+
+
+def test_a_loss_that_no_sample_makes_alone_names_no_rank() -> None:
+    """As in a loss over the global batch."""
+    assert str(NonFiniteStep(0, float("nan"), NOBODY, 1, "stop")).endswith("no sample brings it by itself: stop")
