@@ -258,3 +258,24 @@ def experts(batch: int = 64, epochs: float = 4.0, grains: int = 8, weight: float
         return outputs["loss"].sum() + weight * n * balance(outputs["counts"], outputs["probabilities"], n), n
 
     return _job(batch, epochs, grains, model=Experts, outputs=outputs, loss=loss)
+
+
+def clip_by_rows(batch: int = 64, epochs: float = 4.0, grains: int = 8) -> shoal.Job:
+    """As `clip`, where each rank computes the scores of its own rows and columns alone."""
+
+    def loss(outputs: Any, data: Any, rows: slice) -> Any:
+        scale, targets = outputs["log_scale"].exp(), torch.arange(rows.start, rows.stop)
+        by_image = scale * outputs["image"][rows] @ outputs["text"].T
+        by_text = scale * outputs["text"][rows] @ outputs["image"].T
+        total = F.cross_entropy(by_image, targets, reduction="sum") + F.cross_entropy(by_text, targets, reduction="sum")
+        return total / 2, len(targets)
+
+    return _job(
+        batch,
+        epochs,
+        grains,
+        model=TwoTowers,
+        outputs=lambda model, data: model(data[0], data[1]),
+        loss=loss,
+        loss_by_rows=True,
+    )

@@ -31,7 +31,7 @@ import global_losses as examples
 
 pytestmark = pytest.mark.ranks
 
-JOBS = ("clip", "simclr", "supcon", "triplets", "vicreg", "barlow", "experts")
+JOBS = ("clip", "simclr", "supcon", "triplets", "vicreg", "barlow", "experts", "clip_by_rows")
 
 
 def plan(layout: dict[str, int], **sections: dict[str, Any]) -> shoal.Plan:
@@ -68,9 +68,10 @@ def plain(job: shoal.Job) -> tuple[float, dict[str, Tensor]]:
     assert job.outputs is not None
     leaves = job.outputs(model, batch)
     outputs = torch.utils._pytree.tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Summed) else leaf, leaves)
-    total, weight = job.loss(outputs, batch)
+    rows = {"rows": slice(0, job.global_batch)} if job.loss_by_rows else {}
+    total, weight = job.loss(outputs, batch, **rows)
     (total / weight).backward()
-    return float(total / weight), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float((total / weight).detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_plain(job: shoal.Job, trace: StepTrace) -> None:
@@ -128,6 +129,8 @@ PLANS = {
     "float16": plan({"data": 2}, precision={"compute": "float16", "loss_scale": "dynamic"}),
     "three ranks, accumulated": plan({"data": 3}, batch={"grains_per_microbatch": 1}),
     "exact": plan({"data": 3}, execution={"exact": True}),
+    "by rows": plan({"data": 3}, batch={"grains_per_microbatch": 2}),
+    "by rows, exact": plan({"data": 2}, execution={"exact": True}),
 }
 
 
@@ -136,12 +139,13 @@ PLANS = {
 )
 def test_verified_on_each_layout(name: str) -> None:
     """With dropout, which both passes have to draw alike."""
-    verdict = shoal.verify(examples.clip(epochs=1), PLANS[name], steps=2)
+    job = examples.clip_by_rows if "by rows" in name else examples.clip
+    verdict = shoal.verify(job(epochs=1), PLANS[name], steps=2)
     assert verdict.verified, verdict.render()
 
 
 def test_one_hash_on_any_number_of_devices(tmp_path: Path) -> None:
-    for name in ("clip", "barlow"):
+    for name in ("clip", "barlow", "clip_by_rows"):
         settings = {"epochs": 1.0, "batch": 48}
         ends = run_all(
             [

@@ -103,6 +103,8 @@ class Job:
     outputs: (model, batch) -> a tensor, or a tuple or dict of tensors, for a loss that compares the samples of the
         global batch. Each tensor has the samples as first dim, or is marked by `shoal.summed` as a sum over samples, or
         is a parameter of the model that the loss uses. Tensors of 16 bits reach the loss in float32. Default None.
+    loss_by_rows: whether the loss with `outputs` is a sum over rows of the global batch, of which each rank computes
+        its own: loss(outputs, batch, rows=slice) -> (total, weight) of these rows.
     optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter)
         pairs.
     train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of tensors) with the same first dim, an
@@ -141,7 +143,7 @@ class Job:
     """
 
     model: Callable[[], Any]
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
     optimizer: Callable[[Any], Any]
     train_data: Any
     global_batch: int
@@ -162,6 +164,7 @@ class Job:
     callbacks: Sequence[Any] = ()
     predict: Callable[[Any, Any], Any] | None = None
     outputs: Callable[[Any, Any], Any] | None = None
+    loss_by_rows: bool = False
     allow_state: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -406,7 +409,10 @@ def _others(job: Job) -> Iterator[Mistake]:
             if not isinstance(name, str) or rule not in BUFFER_RULES:
                 rules = ", ".join(BUFFER_RULES)
                 yield f"buffers[{name!r}]={rule!r:.40}", f"the rules are {rules}", f'write {{"{name}": "sum"}}, say'
-    for name in ("shuffle", "fuse"):
+    if job.loss_by_rows and job.outputs is None:
+        given = "loss_by_rows=True without outputs"
+        yield given, "rows are those of the outputs of the global batch", "give outputs, or leave loss_by_rows out"
+    for name in ("shuffle", "fuse", "loss_by_rows"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):
             yield f"{name}={value!r}", f"{name} is True or False", f"write {name}=True"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from shoal.errors import JobError
 from shoal.numerics.grain_randomness import active_scope
@@ -175,13 +175,44 @@ class BatchLoss:
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Return what the job's loss returns for the outputs of this batch."""
-        outputs = GrainOutputs.of(self.outputs(model, batch), None)
-        device = next(leaf.device.type for leaf in outputs.leaves if isinstance(leaf, Tensor))
+        pieces = pieces_of(batch)
+        parts = [GrainOutputs.of(self.outputs(model, piece), None) for piece in pieces]
+        device = next(leaf.device.type for leaf in parts[0].leaves if isinstance(leaf, Tensor))
         with torch.autocast(device, enabled=False):
-            tree = outputs.tree([widened_leaf(leaf) for leaf in outputs.leaves])
+            leaves = []
+            for place, kind in enumerate(parts[0].kinds):
+                own = [widened_leaf(part.leaves[place]) for part in parts]
+                leaves.append(torch.cat(own) if kind == BY_SAMPLE else sum(own[1:], own[0]) if kind == SUM else own[0])
             if self.by_rows:
-                return self.loss(tree, batch, rows=slice(0, len(outputs.by_sample[0])))
-            return self.loss(tree, batch)
+                rows = next(len(leaf) for leaf, kind in zip(leaves, parts[0].kinds, strict=True) if kind == BY_SAMPLE)
+                return self.loss(parts[0].tree(leaves), batch, rows=slice(0, rows))
+            return self.loss(parts[0].tree(leaves), batch)
+
+
+# Maximum number of rows in one forward of an evaluation, which computes larger batches in pieces.
+_PIECE = 256
+
+
+def pieces_of(batch: Any) -> list[Any]:
+    """Return a batch in pieces of some rows, or whole if it has parts that are no tensors by sample."""
+    leaves, spec = tree_flatten(batch)
+    sizes = {leaf.size(0) if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in leaves}
+    if len(sizes) != 1 or max(sizes) <= _PIECE:
+        return [batch]
+    starts = range(0, max(sizes), _PIECE)
+    return [tree_unflatten([leaf[start : start + _PIECE] for leaf in leaves], spec) for start in starts]
+
+
+@dataclass(frozen=True)
+class InPieces:
+    """Metric of (model, batch) that is computed in pieces of the batch, as a sum over samples allows."""
+
+    metric: Callable[[Any, Any], Any]
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Return the sums of the metric's pairs."""
+        first, *others = [self.metric(model, piece) for piece in pieces_of(batch)]
+        return (first[0] + sum(s for s, _ in others), first[1] + sum(c for _, c in others)) if others else first
 
 
 def microbatch_loss(job: Any) -> Callable[[Any, Any], Any]:
@@ -193,7 +224,7 @@ def microbatch_loss(job: Any) -> Callable[[Any, Any], Any]:
 def batch_loss(job: Any) -> Callable[[Any, Any], Any]:
     """Return a job's loss of (model, batch), where the batch is a whole one."""
     loss: Callable[[Any, Any], Any] = job.loss
-    return loss if job.outputs is None else BatchLoss(job.outputs, job.loss)
+    return loss if job.outputs is None else BatchLoss(job.outputs, job.loss, job.loss_by_rows)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def requests(
 ) -> Callable[[Microbatch, Any], OutputsRequest]:
     """Compute the outputs of all grains and the loss of the whole batch. Return the requests of its parts.
 
-    The loss of a part has the gradients by its outputs. The part of the first grain has the whole total and weight.
+    The loss of a part has the gradients by its outputs. The part of the first grain has the whole total and weight,
+    or each part those of its rows.
     `restore`: restores the buffers after each forward.
     """
     job, precision = computer.job, computer.precision
@@ -53,7 +54,14 @@ def requests(
     batch = tree_map(joined, *(own for _, own in in_order), is_leaf=has_no_tensor)
     seed_everything(random_key(job.seed, "loss", microbatches[0].step))
     with precision.products():
-        total, weight = check_pair("loss", job.loss(first[0].tree(leaves), batch))
+        if job.loss_by_rows:
+            starts = [(microbatch.grains[0].start, microbatch.num_samples) for microbatch in microbatches]
+            tree = first[0].tree(leaves)
+            pairs = {start: job.loss(tree, batch, rows=slice(start, start + size)) for start, size in starts}
+        else:
+            pairs = {0: job.loss(first[0].tree(leaves), batch)}
+        pairs = {start: check_pair("loss", pair) for start, pair in pairs.items()}
+    total = torch.stack([pair[0] for pair in pairs.values()]).sum()
     sources = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     by_source = iter(torch.autograd.grad(total, sources, allow_unused=True) if total.requires_grad else ())
     by_leaf = [next(by_source, None) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
@@ -63,7 +71,8 @@ def requests(
 
         def settle(outputs: Any) -> tuple[Tensor, Tensor | float]:
             own = GrainOutputs.of(outputs, microbatch.num_samples)
-            value = total.detach() if begins == 0 else torch.zeros_like(total)
+            value, weight = pairs.get(begins, (torch.zeros_like(total), 0.0))
+            value = value.detach()
             for leaf, kind, gradient in zip(own.leaves, own.kinds, by_leaf, strict=True):
                 if gradient is None or not leaf.requires_grad or (kind == PARAMETER and begins):
                     continue
@@ -72,7 +81,7 @@ def requests(
                     torch.view_as_real(leaf) * torch.view_as_real(rows) if leaf.is_complex() else leaf * rows
                 ).sum()
                 value = value + (product - product.detach())
-            return value, weight if begins == 0 else 0.0
+            return value, weight
 
         return OutputsRequest(batch, settle)
 

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import JobError
-from shoal.numerics.outputs import BY_SAMPLE, PARAMETER, SUM, GivenGradients, GrainOutputs, RowsOfOutputs, SurrogateLoss
+from shoal.numerics.outputs import (
+    BY_SAMPLE,
+    PARAMETER,
+    SUM,
+    BatchLoss,
+    GivenGradients,
+    GrainOutputs,
+    InPieces,
+    RowsOfOutputs,
+    SurrogateLoss,
+)
 
 sys.path.append(str(EXAMPLES))
 import global_losses as examples
@@ -109,10 +119,31 @@ def test_given_gradients_are_scaled_and_have_the_dtype_of_their_tensors() -> Non
     assert two.grad.tolist() == [1.5, 2.0]
 
 
+def test_large_batches_are_evaluated_in_pieces() -> None:
+    rows, sizes = torch.randn(600, 4, generator=torch.Generator().manual_seed(1)), list[int]()
+
+    def outputs(model: Any, batch: Any) -> Any:
+        sizes.append(len(batch[0]))
+        return {"z": batch[0], "gram": shoal.summed(batch[0].T @ batch[0])}
+
+    def loss(found: Any, batch: Any) -> Any:
+        torch.testing.assert_close(found["gram"], batch[0].T @ batch[0], rtol=1e-4, atol=1e-4)
+        return found["z"].sum(), len(batch[0])
+
+    total, weight = BatchLoss(outputs, loss)(None, (rows,))
+    assert (float(total), weight, sizes) == (float(rows.sum()), 600, [256, 256, 88])
+    assert InPieces(lambda model, batch: (len(batch[0]), 1))(None, (rows,)) == (600, 3)
+
+
 def test_predictions_are_the_outputs_by_sample() -> None:
     assert RowsOfOutputs(lambda m, x: x)(None, X) is X
     named = RowsOfOutputs(lambda m, x: {"z": x, "gram": shoal.summed(x.T @ x)})(None, X)
     assert list(named) == ["z"]
+
+
+def test_rows_need_outputs() -> None:
+    with pytest.raises(JobError, match="loss_by_rows=True without outputs"):
+        shoal.Job(**{**vars(examples.clip()), "outputs": None, "loss_by_rows": True})
 
 
 def test_job_refuses_outputs_that_are_no_function() -> None:

@@ -30,6 +30,7 @@ from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics import device_reads
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.numerics.outputs import InPieces
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.runs.records import sample_rate
@@ -146,6 +147,8 @@ class Evaluator:
         self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
+        if job.outputs is not None:  # whose chunks are whole batches
+            self._metrics = {name: InPieces(own) if name != "loss" else own for name, own in metrics.items()}
         # By name of a metric: whether it needs gradients, as its first call showed.
         self._differentiates: dict[str, bool] = {}
         self.without_value: dict[str, str] = {}  # metrics without a value in the last evaluation, and why
@@ -153,7 +156,7 @@ class Evaluator:
         self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
         most = MAX_CHUNK if most_samples is None else SAMPLED_CHUNK
         # A loss over the global batch sees as many samples as in training, in order, on whichever rank.
-        self._chunk = min(job.global_batch, most) if job.outputs is None else job.global_batch
+        self._chunk = min(job.global_batch, most) if job.outputs is None or not metrics else job.global_batch
 
     def evaluate(self, model: nn.Module, between: BetweenChunks | None = None) -> tuple[dict[str, float], int]:
         """Return each metric's total divided by its weight, and the number of samples.

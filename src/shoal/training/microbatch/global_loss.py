@@ -28,7 +28,7 @@ from shoal.distributed.collectives.fixed_tree import TreeSum
 from shoal.errors import JobError, PeerError
 from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.isolation import without_modes
-from shoal.numerics.operators import raw_bytes
+from shoal.numerics.operators import as_real, in_dtype, raw_bytes, real_numel, views_of
 from shoal.numerics.outputs import (
     BY_SAMPLE,
     PARAMETER,
@@ -73,12 +73,15 @@ class _Part:
 
 @dataclass
 class _Solution:
-    """Loss of the global batch, its gradients by each output, and the first row of each microbatch by its grain."""
+    """Loss of the global batch.
 
-    total: Tensor
-    weight: Tensor | float
+    `gradients`: by each output of the global batch. `starts`: the first row of each microbatch, by its first grain.
+    `pairs`: total and weight that a microbatch adds, by its first grain; those that are absent add nothing.
+    """
+
     gradients: list[Tensor | None]
     starts: dict[int, int]
+    pairs: dict[int, tuple[Tensor, Tensor | float]]
 
 
 @dataclass
@@ -173,6 +176,9 @@ class GlobalLoss:
         step = self._step
         leaves, spec = tree_flatten(batch, is_leaf=has_no_tensor)
         detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs.leaves]
+        for place, kind in enumerate(outputs.kinds):
+            if kind == PARAMETER:  # ranks that gather it free it after the forward
+                detached[place] = detached[place].clone()
         part = _Part(microbatch.grains[0].index, microbatch.num_samples, replace(outputs, leaves=detached), leaves)
         first = next(iter(step.parts.values()), None)
         if first is None:
@@ -192,12 +198,10 @@ class GlobalLoss:
         elif counts:
             _refuse_other(step.parts[grain].outputs, flat)
         assert step.solution is not None
-        total, weight = step.solution.total, step.solution.weight
-        start = step.solution.starts.get(grain, 0)
+        start, leaves, gradients = step.solution.starts.get(grain, 0), [], []
+        nothing = torch.zeros((), device=self._mesh.device), 0.0
+        total, weight = step.solution.pairs.get(grain, nothing) if counts else nothing
         is_first = counts and start == 0
-        if not is_first:
-            total, weight = torch.zeros_like(total), 0.0
-        leaves, gradients = [], []
         for leaf, kind, gradient in zip(flat.leaves, flat.kinds, step.solution.gradients, strict=True):
             if not counts or gradient is None or not leaf.requires_grad or (kind == PARAMETER and not is_first):
                 continue
@@ -226,20 +230,16 @@ class GlobalLoss:
                 gathering.exchange_layouts()
                 leaves = self._leaves(gathering)
                 mark("forward")
-                total, weight = self._loss(gathering, leaves)
-                self._refuse_past_outputs(total, leaves)
-                inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-                by_input: Iterator[Tensor | None] = iter(())
-                if isinstance(total, Tensor) and total.requires_grad:
-                    by_input = iter(run_engine((total,), (torch.ones_like(total),), inputs, accumulate=False))
-                gradients = [
-                    next(by_input, None) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves
-                ]
+                pairs = self._losses(gathering, leaves)
+                for total, _ in pairs.values():
+                    self._refuse_past_outputs(total, leaves)
+                step.solution = _Solution(self._gradients(gathering, leaves, pairs), gathering.starts, {})
+                for grain, (total, weight) in pairs.items():
+                    weight = weight.detach() if isinstance(weight, Tensor) else weight
+                    step.solution.pairs[grain] = total.detach(), weight
             finally:
                 if on_device is not None:
                     torch.cuda.set_rng_state(on_device, device)
-        weight = weight.detach() if isinstance(weight, Tensor) else weight
-        step.solution = _Solution(total.detach(), weight, gradients, gathering.starts)
 
     def _refuse_past_outputs(self, total: Tensor, leaves: list[Any]) -> None:
         """Refuse a loss that uses the model's parameters in another way than by outputs. Raises: JobError."""
@@ -280,9 +280,10 @@ class GlobalLoss:
             leaves.append(leaf)
         return leaves
 
-    def _loss(self, gathering: _Gathering, leaves: list[Any]) -> tuple[Tensor, Tensor | float]:
-        """Return (total, weight) of the global batch. All ranks compute the same.
+    def _losses(self, gathering: _Gathering, leaves: list[Any]) -> dict[int, tuple[Tensor, Tensor | float]]:
+        """Return (total, weight) of the global batch, which all ranks compute, at the first grain.
 
+        If the job's loss is by rows, return (total, weight) of the rows of each own microbatch, by its first grain.
         Only leaves of the batch whose values the loss reads are gathered. The others have their shape and no values; a
         first read of a value gathers it, and the loss is computed again, from the same outputs and generators.
         """
@@ -290,6 +291,12 @@ class GlobalLoss:
         assert self._step.batch is not None
         outputs, batch = self._step.template.outputs, gathering.shapes_of_batch()
         known: set[int] = set()
+        pairs = {next(iter(gathering.starts)): self._pair}
+        if self._job.loss_by_rows:
+            pairs = {
+                part.grain: replace(self._pair, function=functools.partial(self._job.loss, rows=rows))
+                for part, rows in gathering.own_rows()
+            }
         while True:
             seed_everything(random_key(self._job.seed, "loss", self._step.step))
             missing = sorted(self._read - known)
@@ -299,16 +306,51 @@ class GlobalLoss:
             unread = [place for place, leaf in enumerate(batch) if place not in known and isinstance(leaf, Tensor)]
             reads = _Reads({id(batch[place]): place for place in unread})
             tree = tree_unflatten(batch, self._step.batch)
+            error: Exception | None = None
             try:
                 with reads if reads.places else contextlib.nullcontext():
-                    pair = self._pair(outputs.tree(leaves), tree)
-            except Exception:
-                if not reads.read:
-                    raise
+                    losses = {grain: pair(outputs.tree(leaves), tree) for grain, pair in pairs.items()}
+            except Exception as caught:
+                error = None if reads.read else caught
+            if self._job.loss_by_rows:  # ranks compute other rows, and may read other parts of the batch
+                rows = self._mesh.gather_json({"failed": True} if error is not None else sorted(reads.read))
+                if error is None and {"failed": True} in rows:
+                    raise _peer_failed()
+                reads.read = {place for row in rows if isinstance(row, list) for place in row}
+            if error is not None:
+                raise error
             if not reads.read:
-                return pair
+                return losses
             self._read |= reads.read
             leaves[:] = self._leaves(gathering)  # the loss may have written into them
+
+    def _gradients(
+        self, gathering: _Gathering, leaves: list[Any], pairs: dict[int, tuple[Tensor, Tensor | float]]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the global loss by each leaf, or None. Collective: all ranks if it is by rows."""
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        by_input: list[Tensor | None] = [None] * len(inputs)
+        tree = None
+        if self._job.loss_by_rows and inputs:
+            kind = torch.float64 if any(as_real(leaf).dtype == torch.float64 for leaf in inputs) else torch.float32
+            length = sum(map(real_numel, inputs))
+            tree = TreeSum(self._job.num_grains, torch.empty(length, dtype=kind, device=self._mesh.device))
+        for grain, (total, _) in pairs.items():
+            if total.requires_grad:
+                by_input = list(run_engine((total,), (torch.ones_like(total),), inputs, accumulate=False))
+            else:
+                by_input = [None] * len(inputs)
+            if tree is not None:
+                flat = tree.empty().zero_()
+                for view, gradient in zip(views_of(flat, inputs), by_input, strict=True):
+                    if gradient is not None:
+                        view.copy_(as_real(gradient))
+                tree.add(grain, flat)
+        if tree is not None:
+            views = views_of(tree.total(gathering.holders, self._mesh.rank).clone(), inputs)
+            by_input = [in_dtype(view, leaf) for view, leaf in zip(views, inputs, strict=True)]
+        each = iter(by_input)
+        return [next(each) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 class _Gathering:
@@ -317,7 +359,6 @@ class _Gathering:
     def __init__(self, mesh: Any, step: _Step) -> None:
         self._mesh, self._step = mesh, step
         self._own = [step.parts[grain] for grain in sorted(step.parts)]
-        self._group = None  # all ranks have different grains
 
     def exchange_layouts(self) -> None:
         """Exchange the grains and the shapes of all ranks. Raises: PeerFailedError; JobError for unlike shapes."""
@@ -336,9 +377,7 @@ class _Gathering:
             }
         )
         if any("failed" in row for row in rows):
-            raise PeerFailedError(
-                given="another rank", conflict="it has failed in this step", remedy="read its own message"
-            )
+            raise _peer_failed()
         self.holders = [[grain for grain, _ in row["grains"]] for row in rows]
         self._sizes = [sum(size for _, size in row["grains"]) for row in rows]
         sizes = dict(sorted(pair for row in rows for pair in row["grains"]))
@@ -376,6 +415,10 @@ class _Gathering:
         own = [[part.batch[place] for part in self._own] for place in places]
         return self._gathered(own, [layout for layout in layouts if layout is not None])
 
+    def own_rows(self) -> list[tuple[_Part, slice]]:
+        """Return this rank's microbatches with their rows."""
+        return [(part, slice(self.starts[part.grain], self.starts[part.grain] + part.size)) for part in self._own]
+
     def shapes_of_batch(self) -> list[Any]:
         """Return the leaves of the global batch: tensors without values, and constants that all grains have."""
         return [
@@ -400,7 +443,7 @@ class _Gathering:
             sent[: len(mine)] = mine
         through = sent.cpu() if mesh.through_host else sent
         blocks = [torch.empty_like(through) for _ in range(mesh.world_size)]
-        dist.all_gather(blocks, through, group=self._group)
+        dist.all_gather(blocks, through)  # all ranks have different grains
         whole, before = [], 0
         for (kind, shape), width in zip(layouts, widths, strict=True):
             pieces = [
@@ -479,6 +522,10 @@ def _layout(leaf: Any, num_samples: int) -> tuple[str, Any] | None:
 def _common(layouts: Sequence[Any]) -> Any:
     """Return the layout that all have, or None."""
     return layouts[0] if layouts and all(list(one or ()) == list(layouts[0] or ()) for one in layouts) else None
+
+
+def _peer_failed() -> PeerFailedError:
+    return PeerFailedError(given="another rank", conflict="it has failed in this step", remedy="read its message")
 
 
 def _unlike(given: str) -> JobError:
