@@ -448,3 +448,77 @@ def test_evaluation_and_predictions(tmp_path: Path) -> None:
         batches = [tuple(t[start : start + 64] for t in job.eval_data) for start in (0, 64)]
         pairs = [job.loss(job.outputs(model, batch), batch) for batch in batches]
     assert one == pytest.approx(float(sum(t for t, _ in pairs)) / sum(w for _, w in pairs), rel=1e-5)
+
+
+def test_a_rank_without_samples_takes_part(tmp_path: Path) -> None:
+    """Two grains of 8 and of 2 samples on three ranks, in the first step too."""
+    job = replace(job_of("clip"), train_data=tuple(tensor[:10] for tensor in examples.pairs(256)), global_batch=64)
+    trace = traced(job, plan({"data": 3}), tmp_path)
+    assert {part.rank for part in trace.parts} == {1, 2}
+    assert_plain(job, trace)
+
+
+class Normalised(nn.Module):
+    """Batch statistics, dropout and a counter, which two passes must move once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += len(x)
+        out: Tensor = self.last(self.drop(self.norm(self.first(x)).relu()))
+        return out
+
+
+def test_buffers_move_once(tmp_path: Path) -> None:
+    def loss(rows: Tensor, data: Any) -> Any:
+        return examples.sup_con(F.normalize(rows, dim=1), data[2], 0.2)
+
+    job = replace(job_of("supcon"), model=Normalised, loss=loss)
+    for grains in (0, 2):
+        wanted = plan({"data": 2}, batch={"grains_per_microbatch": grains})
+        verdict = shoal.verify(job, wanted, steps=2)
+        assert verdict.verified, verdict.render()
+    trace = traced(job, wanted, tmp_path)
+    assert trace.phase("buffers")["norm.num_batches_tracked"] == 1
+    assert trace.phase("buffers")["calls"] == 64
+
+
+def test_recomputed_blocks(tmp_path: Path) -> None:
+    sections = {"memory": {"recompute": "full"}, "batch": {"grains_per_microbatch": 2}}
+    verdict = shoal.verify(examples.simclr(), plan({"data": 2}, **sections), steps=2)
+    assert verdict.verified, verdict.render()
+
+
+class Stream:
+    """The pairs as an iterable without a length, with a text that no batch of tensors has."""
+
+    def __iter__(self) -> Any:
+        first, second, labels = examples.pairs(192)
+        for number, label in enumerate(labels.tolist()):
+            yield {"views": (first[number], second[number]), "label": label, "text": f"sample {number}"}
+
+
+def test_streams_with_texts(tmp_path: Path) -> None:
+    def loss(outputs: Any, data: Any) -> Any:
+        return examples.nt_xent(*outputs, 0.2) * len(data["label"]), len(data["label"])
+
+    def job(**parts: Any) -> shoal.Job:
+        stream = {"train_data": Stream(), "length": shoal.Steps(3), "eval_data": None, "shuffle": None}
+        outputs = {"outputs": lambda model, data: tuple(model(view) for view in data["views"])}
+        return replace(job_of("simclr"), **{**stream, **outputs, "loss": loss, **parts})
+
+    losses = []
+    for ranks in (1, 3):
+        whole = complete(plan({"data": ranks}), 8, 8)
+        trace_forked(job, whole, tmp_path / str(ranks), 3)
+        losses.append([read(tmp_path / str(ranks) / "parallel", step, ranks).loss for step in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len({*losses[0]}) == 3
+    reads = job(loss=lambda outputs, data: (outputs[0].sum() * len(data["text"][0]), 1))
+    with pytest.raises(ShoalError, match="a part of the batch which is no tensor by sample"):
+        trace_forked(lambda: reads, complete(plan({"data": 2}), 8, 8), tmp_path / "text", 1)
