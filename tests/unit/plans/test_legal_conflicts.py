@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError, SettingWarning
-from shoal.plans.legal import SERVED, ModelFacts, notes
+from shoal.plans.legal import SERVED, ModelFacts, conflicts, notes
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 
@@ -103,3 +104,22 @@ def test_the_processes_of_a_plan() -> None:
 def test_a_worker_that_runs_ahead_computes_whole_steps() -> None:
     assert complete(served("synchronous"), 8, 4).batch.grains_per_microbatch == 2
     assert complete(served("asynchronous"), 8, 4).batch.grains_per_microbatch == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        *(({"layout": {axis: 2}}, f"layout.{axis}") for axis in ("tensor", "pipeline", "context")),
+        ({"layout": {"data": 2}, "server": {"mode": "synchronous"}}, "server.mode"),
+        ({"execution": {"compile": "default"}}, "execution.compile"),
+        ({"execution": {"cuda_graph": True}}, "execution.compile"),
+        ({"layout": {"data": 2}, "collectives": {"compression": "int8"}}, "collectives.compression"),
+    ],
+)
+def test_a_loss_over_the_global_batch_excludes(sections: dict[str, dict[str, Any]], key: str) -> None:
+    plan = Plan().with_sections(**sections)
+    keys = [conflict.key for conflict in conflicts(plan, replace(FACTS, has_global_loss=True))]
+    assert key in keys
+    assert len(keys) == len(conflicts(plan, FACTS)) + 1
+    for legal in ({}, {"layout": {"data": 2, "shard": 2}}, {"execution": {"exact": True}}):
+        assert not conflicts(Plan().with_sections(**legal), replace(FACTS, has_global_loss=True))
