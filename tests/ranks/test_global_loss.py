@@ -488,9 +488,14 @@ def test_buffers_move_once(tmp_path: Path) -> None:
     assert trace.phase("buffers")["calls"] == 64
 
 
-def test_recomputed_blocks(tmp_path: Path) -> None:
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)))
+
+
+def test_recomputed_blocks() -> None:
     sections = {"memory": {"recompute": "full"}, "batch": {"grains_per_microbatch": 2}}
-    verdict = shoal.verify(examples.simclr(), plan({"data": 2}, **sections), steps=2)
+    job = replace(examples.simclr(), model=blocks)
+    verdict = shoal.verify(job, plan({"data": 2}, **sections), steps=2)
     assert verdict.verified, verdict.render()
 
 
