@@ -129,6 +129,8 @@ class GlobalLoss:
         for number, one in enumerate([*stored, *fillers]):
             passes.forward(one, functools.partial(self._collect, one.microbatch, number < own))
         if not own and step.template is None:
+            from shoal.training.microbatch.step import LoadedMicrobatch
+
             first = self._loader.first_grains(step.step, 1)
             if first is None:
                 raise JobError(
@@ -137,15 +139,11 @@ class GlobalLoss:
                     remedy="use fewer devices, or a first step of a whole global batch",
                 )
             with generators_kept():
-                passes.forward(self._loaded(first), functools.partial(self._collect, first, False))
+                batch = functools.partial(self._parts.precision.inputs, first.batch)
+                passes.forward(LoadedMicrobatch(first, batch), functools.partial(self._collect, first, False))
         self._parts.strategy.rest()
         self._meet()
         return iter(stored)
-
-    def _loaded(self, microbatch: Microbatch) -> LoadedMicrobatch:
-        from shoal.training.microbatch.step import LoadedMicrobatch
-
-        return LoadedMicrobatch(microbatch, lambda: self._parts.precision.inputs(microbatch.batch))
 
     def fail(self) -> None:
         """Report to the other ranks that this rank has no outputs, unless they have met. Collective: the data ranks."""
@@ -233,7 +231,9 @@ class GlobalLoss:
                 pairs = self._losses(gathering, leaves)
                 for total, _ in pairs.values():
                     self._refuse_past_outputs(total, leaves)
-                step.solution = _Solution(self._gradients(gathering, leaves, pairs), gathering.starts, {})
+                num_grains = self._job.num_grains if self._job.loss_by_rows else None
+                gradients = gathering.gradients(leaves, pairs, num_grains)
+                step.solution = _Solution(gradients, gathering.starts, {})
                 for grain, (total, weight) in pairs.items():
                     weight = weight.detach() if isinstance(weight, Tensor) else weight
                     step.solution.pairs[grain] = total.detach(), weight
@@ -323,34 +323,6 @@ class GlobalLoss:
                 return losses
             self._read |= reads.read
             leaves[:] = self._leaves(gathering)  # the loss may have written into them
-
-    def _gradients(
-        self, gathering: _Gathering, leaves: list[Any], pairs: dict[int, tuple[Tensor, Tensor | float]]
-    ) -> list[Tensor | None]:
-        """Return the gradients of the global loss by each leaf, or None. Collective: all ranks if it is by rows."""
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        by_input: list[Tensor | None] = [None] * len(inputs)
-        tree = None
-        if self._job.loss_by_rows and inputs:
-            kind = torch.float64 if any(as_real(leaf).dtype == torch.float64 for leaf in inputs) else torch.float32
-            length = sum(map(real_numel, inputs))
-            tree = TreeSum(self._job.num_grains, torch.empty(length, dtype=kind, device=self._mesh.device))
-        for grain, (total, _) in pairs.items():
-            if total.requires_grad:
-                by_input = list(run_engine((total,), (torch.ones_like(total),), inputs, accumulate=False))
-            else:
-                by_input = [None] * len(inputs)
-            if tree is not None:
-                flat = tree.empty().zero_()
-                for view, gradient in zip(views_of(flat, inputs), by_input, strict=True):
-                    if gradient is not None:
-                        view.copy_(as_real(gradient))
-                tree.add(grain, flat)
-        if tree is not None:
-            views = views_of(tree.total(gathering.holders, self._mesh.rank).clone(), inputs)
-            by_input = [in_dtype(view, leaf) for view, leaf in zip(views, inputs, strict=True)]
-        each = iter(by_input)
-        return [next(each) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 class _Gathering:
@@ -453,6 +425,38 @@ class _Gathering:
             rows = torch.cat(pieces).to(device).view(getattr(torch, kind)).reshape(self.num_rows, *shape)
             whole.append(rows if self._order is None else rows[self._order.to(device)])
         return whole
+
+    def gradients(
+        self, leaves: list[Any], pairs: dict[int, tuple[Tensor, Tensor | float]], num_grains: int | None
+    ) -> list[Tensor | None]:
+        """Return the gradients of the global loss by each leaf, or None.
+
+        `num_grains`: None if all ranks have the whole loss. Otherwise the losses are those of each rank's own rows, and
+        the ranks add their gradients in the tree. Collective: all ranks in that case.
+        """
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        by_input: list[Tensor | None] = [None] * len(inputs)
+        tree = None
+        if num_grains is not None and inputs:
+            kind = torch.float64 if any(as_real(leaf).dtype == torch.float64 for leaf in inputs) else torch.float32
+            length = sum(map(real_numel, inputs))
+            tree = TreeSum(num_grains, torch.empty(length, dtype=kind, device=self._mesh.device))
+        for grain, (total, _) in pairs.items():
+            if total.requires_grad:
+                by_input = list(run_engine((total,), (torch.ones_like(total),), inputs, accumulate=False))
+            else:
+                by_input = [None] * len(inputs)
+            if tree is not None:
+                flat = tree.empty().zero_()
+                for view, gradient in zip(views_of(flat, inputs), by_input, strict=True):
+                    if gradient is not None:
+                        view.copy_(as_real(gradient))
+                tree.add(grain, flat)
+        if tree is not None:
+            views = views_of(tree.total(self.holders, self._mesh.rank).clone(), inputs)
+            by_input = [in_dtype(view, leaf) for view, leaf in zip(views, inputs, strict=True)]
+        each = iter(by_input)
+        return [next(each) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
     def sums(self, places: Sequence[int], num_grains: int) -> list[Tensor]:
         """Return sums over the samples of the global batch, added in the tree of the gradients. Collective: all ranks.
