@@ -687,10 +687,10 @@ def start() -> None:
     if options["mode"] == "clock":
         beside(options["clock"]).install(options)
         return
+    hooks = beside("hooks")  # before the modules that need it
     job = options["mode"] == "job"
     room = options.get("room", float("inf"))
     recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"], room)
-    hooks = beside("hooks")
     hooks.note_optimizers(recorder)
     if options["mode"] == "replay":
         beside("replay").ScriptReplay(options, recorder).install()
