@@ -212,7 +212,7 @@ def job():
 @pytest.mark.timeout(900)
 def test_a_first_step_of_a_minute_and_a_long_evaluation_are_no_losses(tmp_path: Path) -> None:
     job = tmp_path / "patient.py"
-    job.write_text(PATIENT.format(folder=str(JOBS), step=60, evaluation=40), encoding="utf-8")
+    job.write_text(PATIENT.format(folder=str(JOBS), step=60, evaluation=20), encoding="utf-8")
     with start(Run(job, tmp_path / "run", 2, arguments=("--steps", "4"), restarts=5)) as started:
         ended = started.wait(600.0).expect(0)
     assert ended.result["restarts"] == 0

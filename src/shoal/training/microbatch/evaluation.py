@@ -246,7 +246,7 @@ class Evaluator:
         samples: list[int] = []
         unread: list[Callable[[], list[float]]] = []  # totals and weights of each chunk
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
-        self._heartbeat.enter("evaluation")
+        self._heartbeat.enter("away")  # until the first chunk is read, so that its time counts as that of no chunk
         meets = self._syncs_every_microbatch and self._evaluate is None
         calls: list[bool] = []
         handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
