@@ -171,3 +171,19 @@ def test_the_best_is_saved_once_the_one_before_is_done(monkeypatch: pytest.Monke
     keeper.save_best(RunState(step=2))
     assert (store.written, started) == ([1], [2])
     keeper.close()
+
+
+def test_a_write_that_hangs_is_reported_though_no_other_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reasons = Gated(), list[str]()
+    writer = CheckpointWriter(store)
+    writer.report = lambda reason, done: reasons.append(reason)
+    writer.write(taken(1))
+    assert not writer.due()
+    assert reasons == []
+    monkeypatch.setattr(shoal.checkpoint.keeper, "_HUNG_SECONDS", 0.0)
+    with pytest.warns(RuntimeWarning, match="the one before is still being written"):
+        assert not writer.due()
+    assert not writer.due()  # it is reported once
+    assert len(reasons) == 1
+    store.gate.set()
+    writer.close()
