@@ -1,6 +1,6 @@
-"""Claim: `shoal verify --script` finds all eighteen silent bugs of released frameworks that could be repeated.
+"""Claim: `shoal verify --script` finds all nineteen silent bugs of released frameworks that could be repeated.
 
-One other bug has no result yet, and one of the fifteen mended releases ends as "nothing seen".
+One of the sixteen mended releases ends as "nothing seen".
 Each row is a release with a bug and a later one without, in environments of their own over one torch, and a training
 of a few lines that has the bug. Each release runs twice on two ranks: under `shoal verify --script`, and beside a loop
 by hand that computes the same gradients (`watch.py`). Only a row whose broken release also differs from the loop by
