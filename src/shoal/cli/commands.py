@@ -136,7 +136,7 @@ COMMANDS = {
         "shoal.cli.doctor",
         DoctorOptions,
         "check",
-        "say what of this machine, of a run or of a script costs time, and what to do",
+        "say what of a machine, run or script costs time, and what to do",
         "Examine this machine, or say what the time of a run or of a training script is lost to, and what saves it.",
         "[RUN|--script COMMAND] [OPTIONS]",
         {

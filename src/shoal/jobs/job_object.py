@@ -21,6 +21,8 @@ from shoal.jobs.job import Job
 from shoal.jobs.job_file import FREE, JOB_FILE, LENGTHS, JobModule, code, digest_of
 from shoal.plans.grains import FEW_GRAINS
 
+# Fields of a job that earlier runs did not have, with their defaults.
+_ADDED = {"loss_by_rows": False}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ITEMS = 64  # maximum number of items of a container to visit
 
@@ -132,7 +134,7 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, Job):
         separate = (*FREE, *value.describe())  # a resume compares these separately
         given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in separate)
-        yield from ((part, inner) for part, inner in given if inner is not None)
+        yield from ((part, inner) for part, inner in given if inner is not _ADDED.get(part))
         for number, callback in enumerate(value.callbacks):  # not called in this process, so without state
             attributes, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
             yield from (
