@@ -426,17 +426,18 @@ def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
 def evaluates_twice(patch: pytest.MonkeyPatch) -> None:
     original = Evaluator._chunks
 
-    def chunks(self: Evaluator, place: Any) -> Any:
-        found = list(original(self, place))
+    def chunks(self: Evaluator, place: Any, *rounds: Any) -> Any:
+        found = list(original(self, place, *rounds))
         return iter([*found, *found[:1]])
 
     patch.setattr(Evaluator, "_chunks", chunks)
 
 
 def mean_of_metrics(patch: pytest.MonkeyPatch) -> None:
-    after(
-        patch, Evaluator, "evaluate", lambda found, self, model: ({k: v * 1.001 for k, v in found[0].items()}, found[1])
-    )
+    def scaled(found: Any, self: Evaluator, *given: Any) -> Any:
+        return {name: value * 1.001 for name, value in found[0].items()}, found[1]
+
+    after(patch, Evaluator, "evaluate", scaled)
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

@@ -134,6 +134,12 @@ def half_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return total / 2, weight
 
 
+def centred(outputs: Tensor, batch: Any, rows: slice = slice(None)) -> tuple[Tensor, int]:
+    """Cross entropy of logits less their mean over the whole batch, of some rows."""
+    own = (outputs - outputs.mean(0))[rows]
+    return nn.functional.cross_entropy(own, batch[1][rows], reduction="sum"), len(own)
+
+
 def count(model: nn.Module, batch: Any) -> tuple[float, int]:
     """A metric that is one."""
     return float(len(batch[2])), len(batch[2])
@@ -186,6 +192,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "allow_state": {"model": Warmed, "allow_state": ("calls",)},
     "allow_state of nothing": {"allow_state": ("first.*.calls",)},
     "allow_state as a text": {"allow_state": "calls"},
+    "outputs": {"outputs": lambda model, batch: model(batch[0]), "loss": centred},
+    "loss_by_rows": {"outputs": lambda model, batch: model(batch[0]), "loss": centred, "loss_by_rows": True},
+    "loss_by_rows alone": {"loss_by_rows": True},
     "predict": {"predict": lambda model, batch: {"class": model(batch[0]).argmax(1)}},
     "watch": {"watch": "accuracy:max"},
     "callbacks": {"callbacks": [shoal.EMA(0.5)]},

@@ -109,6 +109,9 @@ JOB: Table = {
     "allow_state: state": Refuses(changed("state"), "state that a forward leaves in calls"),
     "allow_state: of nothing": Refuses(changed("allow_state of nothing"), "no attribute of a module"),
     "allow_state: a text": Refuses(changed("allow_state as a text"), "it lists names"),
+    "outputs": Acts(changed("outputs"), PLAIN, losses),
+    "loss_by_rows": Acts(changed("loss_by_rows"), PLAIN, losses),
+    "loss_by_rows: alone": Refuses(changed("loss_by_rows alone"), "rows are those of the outputs"),
     "predict": Acts(
         Call("predict", ("out", "--set", "change=predict"), after=PLAIN),
         Call("predict", ("out",), after=PLAIN),

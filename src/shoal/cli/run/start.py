@@ -337,7 +337,7 @@ def run(options: RunOptions) -> int:
                 and not visible_gpus()
             ):
                 note_processes(request, options.precision)
-            return _run_here(request)
+            return _run_here(request, has_verified=options.verify)
         if environment.num_to_start:
             return started_on_host(options, request, environment)
         request = joined_request(request, environment)
@@ -359,13 +359,16 @@ def note_processes(request: RunRequest, precision: str | None) -> None:
         )
 
 
-def _run_here(request: RunRequest) -> int:
-    """Train in a child process or with ranks on this host, and return the exit code. Raises: LaunchError."""
+def _run_here(request: RunRequest, *, has_verified: bool) -> int:
+    """Train in a child process or with ranks on this host, and return the exit code. Raises: LaunchError.
+
+    `has_verified`: this process has computed with torch, whose threads a fork does not copy. So it trains alone itself.
+    """
     allow_open_files(request.what.plan.num_processes)
     with claimed(request) as (request, lock):
         if request.what.plan.num_processes == 1:
-            request, signals = request.begun(), Signals(impatient=False)
-            code, error = _trained_alone(request, signals)
+            request, signals = request.begun(), Signals(impatient=has_verified)
+            code, error = _trained_alone(request, signals, forks=not has_verified)
             if error is not None:
                 return tell(request, error)
             following = resized(request, code, signals)  # a stop request has priority over a resize request
@@ -383,7 +386,7 @@ def _run_here(request: RunRequest) -> int:
         return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
 
 
-def _trained_alone(request: RunRequest, signals: Signals) -> tuple[int, ShoalError | None]:
+def _trained_alone(request: RunRequest, signals: Signals, *, forks: bool) -> tuple[int, ShoalError | None]:
     """Train in a forked child, before torch is loaded. Return the exit code, and the error of a child that died."""
     killed, pid = killed_for_memory(), os.getpid()
 
@@ -391,6 +394,8 @@ def _trained_alone(request: RunRequest, signals: Signals) -> tuple[int, ShoalErr
         with inside_run(os.environ):
             return _train(request, Environment(), signals)
 
+    if not forks:
+        return work(), None
     code, status = as_command(work, signals, end_without_threads)
     if code is not None:
         return code, None
