@@ -387,6 +387,8 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
             tell(signal.SIGKILL if signals.twice else number)
 
     os.close(writer)
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a signal just before a select would wait for its end
+    woke_before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     before = {number: signal.signal(number, hand_on) for number in stop_signals()}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
@@ -394,12 +396,17 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
             ended, waits = 0, DiskWaits()
             while not ended:
                 waits.look(child, "the process that trains")
-                says = select.select([reader], [], [], 1.0)[0]  # it is about to end, or has ended
+                says = reader in select.select([reader, woken], [], [], 1.0)[0]  # it is about to end, or has ended
+                with contextlib.suppress(BlockingIOError):
+                    os.read(woken, _CHUNK_BYTES)
                 ended, status = os.waitpid(child, 0 if says else os.WNOHANG)
             _end_children()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(woke_before)
+        os.close(woken)
+        os.close(wakes)
     said = b""
     with contextlib.suppress(BlockingIOError):
         said = os.read(reader, 1)
