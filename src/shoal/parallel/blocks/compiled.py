@@ -525,9 +525,13 @@ _STATES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "
 
 
 def _writes(node: torch.fx.Node) -> bool:
-    """Return True if an operation of a graph may write to one of its inputs."""
+    """Return True if an operation of a graph may write to one of its inputs. Names with i are of operator.iadd, say."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.startswith("i") or name.endswith(("_", "setitem")) or bool({"inplace", "out"} & node.kwargs.keys())
+    by_name = name.startswith("i") or name.endswith(("_", "setitem"))
+    return by_name or any(given is True for given in node.args) or bool({"inplace", "out"} & node.kwargs.keys())
 
 
 def _needs_scope(node: torch.fx.Node) -> bool:

@@ -22,7 +22,7 @@ from shoal.errors import SettingWarning
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import run_backward
-from shoal.parallel.blocks.compiled import Regions, compile_blocks
+from shoal.parallel.blocks.compiled import Regions, _collective, compile_blocks
 from shoal.plans.grains import Grain
 
 pytestmark = [
@@ -254,6 +254,29 @@ def test_masks_gradients_and_buffers_are_the_eager_ones(make: Callable[[], nn.Mo
     whole = regions.around("the whole", loss)
     torch.testing.assert_close(computed(model, whole, batch, sizes), expected, rtol=1e-4, atol=1e-5)
     assert not regions.cuts
+
+
+@pytest.mark.parametrize(("between", "calls"), [(F.relu, 1), (lambda x: F.relu(x, True), 2), (lambda x: x.mul_(2), 2)])
+def test_layers_with_one_input_share_its_collective_unless_it_is_written(between: Any, calls: int) -> None:
+    seen: list[Tensor] = []
+
+    def doubled(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch._subclasses.FakeTensor):
+            seen.append(tensor)
+        return tensor * 2
+
+    def forward(tensor: Tensor) -> Tensor:
+        value = tensor + 1
+        first = cut(value)
+        other = between(value)
+        return first + cut(value) + other
+
+    cut = _collective(doubled)
+    inputs, regions = torch.randn(4, 3, requires_grad=True), Regions(lambda: eagerly)
+    expected = forward(inputs)
+    seen.clear()
+    torch.testing.assert_close(regions.around("forward", forward)(inputs), expected)
+    assert len(seen) == calls
 
 
 class Listed(nn.Module):
