@@ -387,7 +387,9 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
             tell(signal.SIGKILL if signals.twice else number)
 
     os.close(writer)
-    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a signal just before a select would wait for its end
+    woken, wakes = os.pipe()  # without it, a signal just before a select would wait for its end
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
     woke_before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     before = {number: signal.signal(number, hand_on) for number in stop_signals()}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
