@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shoal.numerics.captured_draws import NotCapturableError
 from shoal.numerics.generators import all_generators
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.training.loop.captured_step import CaptureRules, Recorder, Recording, addresses, reason_of
+from shoal.training.loop.captured_step import TRIAL_TOLERANCE, CaptureRules, Recorder, Recording, addresses, reason_of
 
 # Uncaptured chunks of a shape before a capture: a set of so few chunks gains nothing. Limit of captures.
 _WARM_UPS, _MOST_CAPTURES = 3, 4
@@ -77,7 +77,9 @@ class CapturedChunks:
             self._graphs[kind] = inputs, recording, [None if isinstance(n, Tensor) else n for n in numbers]
             recording.replay()
             pairs = zip(recording.outputs, wanted, strict=True)
-            if not all(torch.allclose(own, value, rtol=1e-4, atol=0.0, equal_nan=True) for own, value in pairs):
+            if not all(
+                torch.allclose(own, value, rtol=TRIAL_TOLERANCE, atol=0.0, equal_nan=True) for own, value in pairs
+            ):
                 raise NotCapturableError("a trial of the graph gave other numbers than the metrics themselves")
         except Exception as error:  # an error of a metric recurs in the ordinary call, which reports it
             if is_out_of_memory(error):

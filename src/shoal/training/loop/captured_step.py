@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _WARM_UPS = 3
 # A replay runs the kernels of the warm-up on the same numbers. Only sums of undefined order may differ, by about 1e-6.
 # A wrong mask or an input that is not filled causes far larger differences. A false alarm only costs the graph.
-_TRIAL_TOLERANCE = 1e-4
+TRIAL_TOLERANCE = 1e-4
 # Limits that end the use of a graph: consecutive steps of other shapes, captures, slow steps before the first capture.
 _MOST_OTHERS, _MOST_CAPTURES, _MOST_SLOW = 32, 4, 8
 
@@ -177,7 +177,7 @@ class StepGraph:
             pairs = zip(
                 *(np.concatenate(sums.unpacked(read.cpu().numpy())) for read in (results[0], numbers)), strict=True
             )
-            if not all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
+            if not all(a == b or math.isclose(a, b, rel_tol=TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs):
                 raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
 
     def replay(self) -> None:
