@@ -31,6 +31,7 @@ _HOMES = {
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
+    "over_all": "shoal.numerics.over_all",
     "summed": "shoal.numerics.outputs",
     "Session": "shoal.training.session",
     "Verdict": "shoal.verification",
@@ -85,6 +86,7 @@ __all__ = [
     "load",
     "mse",
     "observe",
+    "over_all",
     "plan",
     "predict",
     "run",
@@ -107,6 +109,7 @@ if TYPE_CHECKING:
     from shoal.jobs.training_arguments import from_training_arguments
     from shoal.numerics.losses import accuracy, cross_entropy, mse
     from shoal.numerics.outputs import summed
+    from shoal.numerics.over_all import over_all
     from shoal.planner.answer.display import Answer
     from shoal.plans import Layout, Plan
     from shoal.programs.observer import observe

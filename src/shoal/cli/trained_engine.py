@@ -32,7 +32,6 @@ from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
-from shoal.numerics.outputs import RowsOfOutputs
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, described, read_plan
 from shoal.plans.resolve import Judged, relaid
@@ -40,7 +39,7 @@ from shoal.runs.address import is_address
 from shoal.runs.directory import read_json, write_file
 from shoal.runs.request import devices_here, dumped, loaded
 from shoal.training.microbatch.evaluation import Evaluator
-from shoal.training.microbatch.predictions import Predictions, of_first_part, refuse_file
+from shoal.training.microbatch.predictions import Predictions, predict_function, refuse_file
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged, with_judged_grains
 
@@ -272,8 +271,7 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
         evaluator = Evaluator(engine.job, mesh, engine.precision, source, {}, name=name)
         predictions = Predictions(mesh, request.output)
         with contextlib.closing(predictions):
-            function = job.predict or (of_first_part if job.outputs is None else RowsOfOutputs(job.outputs))
-            together(mesh, lambda: evaluator.predict(engine.model, function, predictions.add))
+            together(mesh, lambda: evaluator.predict(engine.model, predict_function(job), predictions.add))
             predictions.write()
     if environment.rank == 0 and not request.quiet:
         weights = "averaged weights of step" if request.ema else "step"

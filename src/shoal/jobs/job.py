@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,7 +110,9 @@ class Job:
     train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of tensors) with the same first dim, an
         iterable stream, or a function without arguments that returns one of these. eval_data may also be a dict of
         several sets by name, with metrics "NAME/accuracy" and "NAME/loss". A dict that has only tensors is one set.
-    metrics: name -> (model, batch) -> (sum, count). Evaluation divides the sums over all samples.
+    metrics: name -> (model, batch) -> (sum, count). Evaluation divides the sums over all samples. A tuple of names
+        stands for a function that returns a dict with a pair for each name, from one forward; "loss" may be one. A
+        metric of all outputs and targets is `shoal.over_all(...)` or a metric of torchmetrics.
     global_batch: number of samples in one optimizer step, for any number of devices.
     grains: number of groups in the global batch, which is also the largest number of data ranks. Default None: chosen
         from the job by `shoal.plans.grains.default_grains`.
@@ -148,7 +150,7 @@ class Job:
     train_data: Any
     global_batch: int
     eval_data: Any = None
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    metrics: Mapping[Any, Callable[[Any, Any], Any]] = field(default_factory=dict)
     grains: int | None = None
     length: Length = Epochs(1)
     schedule: Callable[[Progress], float] | None = None
@@ -210,14 +212,15 @@ class Job:
     def metric_names(self) -> tuple[str, ...]:
         """Names of the values of an evaluation: the loss, the job's metrics, and metrics that callbacks add."""
         sets = self.evaluation_sets or {"": None}
-        own = tuple(named_metric(of, name) for of in sets for name in ("loss", *self.metrics))
+        names = dict.fromkeys(["loss", *names_of_metrics(self.metrics)])
+        own = tuple(named_metric(of, name) for of in sets for name in names)
         return own + tuple(name for callback in self.callbacks for name in callback.metric_names(own))
 
     def without_effect(self) -> list[str]:
         """Return one sentence for each setting that has no effect."""
         sentences = []
         if self.metrics and self.eval_data is None:
-            names = ", ".join(map(str, self.metrics))
+            names = ", ".join(map(str, names_of_metrics(self.metrics)))
             sentences.append(f"metrics ({names}) have no effect: there is no eval_data to evaluate")
         if self.watch is not None and self.eval_data is None:
             sentences.append(f"watch = {self.watch!r} has no effect: there is no eval_data to evaluate")
@@ -275,6 +278,14 @@ def _watches(callbacks: Sequence[Any], watch: str | None = None) -> list[str]:
     return list(dict.fromkeys(watch for watch in said if watch is not None))
 
 
+MetricKey = str | tuple[str, ...]  # of one metric, or of several that one function computes
+
+
+def names_of_metrics(keys: Iterable[MetricKey]) -> list[str]:
+    """Return the names of metrics in order."""
+    return [name for key in keys for name in (key if isinstance(key, tuple) else (key,))]
+
+
 def named_metric(evaluation_set: str, metric: str) -> str:
     """Return a metric's name with the evaluation set as a prefix, or the metric's own name for an unnamed set."""
     return f"{evaluation_set}/{metric}" if evaluation_set else metric
@@ -323,11 +334,16 @@ def _callables(job: Job) -> Iterator[Mistake]:
     if not isinstance(job.metrics, Mapping):
         yield f"metrics={job.metrics!r:.60}", "metrics have names", 'give {"accuracy": shoal.accuracy}'
     else:
+        names = names_of_metrics(job.metrics)
         for name, metric in job.metrics.items():
             if not callable(metric):
                 yield f"metrics[{name!r}]={metric!r:.40}", "a metric is called", "give (model, batch) -> sums"
             elif name == "loss":
                 yield "metrics['loss']", "the job's own loss is reported under that name", "rename it"
+            elif isinstance(name, tuple) and "loss" in name and job.outputs is not None:
+                yield f"metrics[{name!r}] and outputs", "the loss sees the whole batch", "leave 'loss' out of the names"
+        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+            yield f"metrics with {', '.join(twice)} twice", "each metric has a name of its own", "rename one"
 
 
 def _is_int(value: Any) -> bool:

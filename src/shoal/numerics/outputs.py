@@ -210,9 +210,8 @@ class InPieces:
     metric: Callable[[Any, Any], Any]
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Return the sums of the metric's pairs."""
-        first, *others = [self.metric(model, piece) for piece in pieces_of(batch)]
-        return (first[0] + sum(s for s, _ in others), first[1] + sum(c for _, c in others)) if others else first
+        """Return the sums of the metric's totals and weights."""
+        return tuple(map(sum, zip(*(self.metric(model, piece) for piece in pieces_of(batch)), strict=True)))
 
 
 def microbatch_loss(job: Any) -> Callable[[Any, Any], Any]:
@@ -221,10 +220,11 @@ def microbatch_loss(job: Any) -> Callable[[Any, Any], Any]:
     return loss if job.outputs is None else SurrogateLoss(job.outputs)
 
 
-def batch_loss(job: Any) -> Callable[[Any, Any], Any]:
-    """Return a job's loss of (model, batch), where the batch is a whole one."""
-    loss: Callable[[Any, Any], Any] = job.loss
-    return loss if job.outputs is None else BatchLoss(job.outputs, job.loss, job.loss_by_rows)
+def evaluated_functions(job: Any) -> dict[Any, Any]:
+    """Return the functions of (model, whole batch) for a job's loss and metrics, by one name or several."""
+    loss = job.loss if job.outputs is None else BatchLoss(job.outputs, job.loss, job.loss_by_rows)
+    own = {} if any("loss" in key for key in job.metrics if isinstance(key, tuple)) else {"loss": loss}
+    return {**own, **job.metrics}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
-from shoal.numerics.outputs import batch_loss
+from shoal.numerics.outputs import evaluated_functions
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
 from shoal.training.microbatch.coupling import MIXES, by_grain, meaning
@@ -348,7 +348,7 @@ class _Judges:
         """Yield the checks of an evaluation on one process with the parallel run's final values."""
         if not self._traced.eval_samples or not self._job.evaluation_sets:
             return
-        functions = {"loss": batch_loss(self._job), **self._job.metrics}
+        functions = evaluated_functions(self._job)
         most = self._traced.most_eval_samples
         evaluator = EvaluationSets(
             {

@@ -358,29 +358,28 @@ class Pipeline:
 
     # --------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, function: Function, batch: Any) -> tuple[float, float]:
-        """Return the pair of numbers that a function computes, on every rank of the pipeline, without gradients.
+    def evaluate(self, function: Function, batch: Any, count: int = 2) -> list[float]:
+        """Return the `count` numbers that a function computes, on every rank of the pipeline, without gradients.
 
         Raises: a failure of this rank; PeerError for one of another rank. Collective: the pipeline's ranks.
         """
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(count + 1, dtype=torch.float64)
 
         def forwarded(_: int, result: Any) -> None:
             if result is not None:
-                total, weight = result
-                sums[0], sums[1] = float(total), float(weight)
+                sums[:count] = torch.tensor([float(number) for number in result])
 
         work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
         with torch.no_grad():
             failure = self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages))
-        sums[2] = failure is not None
+        sums[count] = failure is not None
         sums = self.messages.total(sums.to(self.device)).cpu()
         if failure is not None:
             raise failure
-        if sums[2]:
+        if sums[count]:
             raise PeerError(
                 given="this rank's stages of a pipeline",
                 conflict="they are well, and another rank's failed",
                 remedy="see what that rank says",
             )
-        return float(sums[0]), float(sums[1])
+        return sums[:count].tolist()

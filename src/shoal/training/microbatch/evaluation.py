@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import math
 import random
@@ -25,17 +26,20 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh, collectively
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError, UserCodeError
-from shoal.jobs.job import Job, named_metric
+from shoal.jobs.job import Job, MetricKey, named_metric, names_of_metrics
 from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics import device_reads
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.outputs import InPieces
+from shoal.numerics.over_all import Frames
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.runs.records import sample_rate
 from shoal.training.microbatch.look import differ, distance, find_state
 from shoal.training.microbatch.loss_pair import LossPair
+from shoal.training.microbatch.metric_calls import MetricCall, metric_calls, values_over_all
+from shoal.training.microbatch.predictions import predict_function
 from shoal.training.microbatch.step import Evaluate
 
 T = TypeVar("T")
@@ -126,7 +130,7 @@ class Evaluator:
         mesh: Mesh,
         precision: Precision,
         data: Opened | None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]],
+        metrics: Mapping[MetricKey, Callable[[Any, Any], Any]],
         *,
         most_samples: int | None = None,
         divided: bool = False,
@@ -147,9 +151,11 @@ class Evaluator:
         self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
+        self._calls = metric_calls(metrics, predict_function(job), evaluate is not None)
+        self._functions: dict[MetricCall, Any] = dict(zip(self._calls, self._calls, strict=True))
         if job.outputs is not None:  # whose chunks are whole batches
-            self._metrics = {name: InPieces(own) if name != "loss" else own for name, own in metrics.items()}
-        # By name of a metric: whether it needs gradients, as its first call showed.
+            self._functions |= {call: InPieces(call) for call in self._calls if call.what != "loss"}
+        # Whether a call needs gradients, as its first use showed.
         self._differentiates: dict[str, bool] = {}
         self.without_value: dict[str, str] = {}  # metrics without a value in the last evaluation, and why
         self._most = most_samples
@@ -170,21 +176,29 @@ class Evaluator:
         rounds = None
         if between is not None:
             rounds = _Rounds(self._mesh, between, self._divided or self._syncs_every_microbatch)
-        computed = collectively(self._mesh, self._divided, lambda: self._computed(model, rounds=rounds))
-        gathered = self._mesh.gather_json({**computed, "left": rounds is not None and rounds.left})
-        if any(part["left"] for part in gathered):
-            raise EvaluationLeftError
-        refuse_other_samples(self._name, [part["first"] for part in gathered])
-        self._heartbeat.enter("away")
+        with contextlib.closing(Frames()) as rows:
+            computed = collectively(self._mesh, self._divided, lambda: self._computed(model, rounds=rounds, rows=rows))
+            gathered = self._mesh.gather_json(
+                {**computed, "left": rounds is not None and rounds.left, "rows": len(rows)}
+            )
+            if any(part["left"] for part in gathered):
+                raise EvaluationLeftError
+            refuse_other_samples(self._name, [part["first"] for part in gathered])
+            self._heartbeat.enter("away")
+            over, most_rows = dict[str, float](), max(part["rows"] for part in gathered)
+            if most_rows:
+                seed, lenient = random_key(self._job.seed, "metrics over all samples"), self._most is not None
+                over = values_over_all(self._mesh, self._calls, rows, rounds=most_rows, seed=seed, lenient=lenient)
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
         count = sum(len_ for part in gathered for len_ in part["samples"])
         metrics = {}
-        for name in self._metrics:
+        for name in names_of_metrics(self._metrics):
             total = _fsum(t for part in gathered for t in part["sums"][name][0])
             weight = _fsum(w for part in gathered for w in part["sums"][name][1])
-            metrics[name] = total / weight if weight else math.nan
+            metrics[name] = over[name] if name in over else total / weight if weight else math.nan
             if not math.isfinite(metrics[name]):
-                self.without_value[name] = "its weights sum to 0" if weight == 0 else "its sum is not finite"
+                why = "its weights sum to 0" if weight == 0 else "its sum is not finite"
+                self.without_value[name] = f"its function returned {over[name]}" if name in over else why
         return metrics, count
 
     def rehearse(self, model: nn.Module) -> None:
@@ -198,7 +212,8 @@ class Evaluator:
         together = (lambda value: any(mesh.gather_json(value))) if self._divided else bool
         several = mesh.world_size > 1
         refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
-        with NoTrace(model, {**self._metrics, self._name: self.source.data}) as no_trace, refused:
+        functions = {", ".join(names_of_metrics([key])): function for key, function in self._metrics.items()}
+        with NoTrace(model, {**functions, self._name: self.source.data}) as no_trace, refused:
 
             def rehearsed() -> None:
                 first = self.first_sums(model)
@@ -240,35 +255,51 @@ class Evaluator:
         sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
         return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
 
-    def _computed(self, model: nn.Module, chunks: slice = slice(None), rounds: _Rounds | None = None) -> dict[str, Any]:
-        """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError."""
-        sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
+    def _computed(
+        self,
+        model: nn.Module,
+        chunks: slice = slice(None),
+        rounds: _Rounds | None = None,
+        rows: Frames | None = None,
+    ) -> dict[str, Any]:
+        """Return this rank's totals and weights by metric, with the numbers of samples. Raises: UserCodeError.
+
+        `rows`: receives those of metrics over all samples, chunk by chunk.
+        """
+        names = [name for call in self._calls for name in call.names]
+        sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
         samples: list[int] = []
         unread: list[Callable[[], list[float]]] = []  # totals and weights of each chunk
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
         self._heartbeat.enter("away")  # until the first chunk is read, so that its time counts as that of no chunk
         meets = self._syncs_every_microbatch and self._evaluate is None
         calls: list[bool] = []
+        chunk_rows: list[Any] = []
         handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
 
-        def pair_of(name: str, function: Any, copies: bool, batch: Any) -> tuple[Any, Any]:
-            pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
+        def pairs_of_call(own: MetricCall, copies: bool, batch: Any) -> Sequence[Any]:
+            own.rows.clear()
+            pairs: Any = LossPair(self._functions[own], self._precision, own.what, checks=False)
             batch = copy_of(batch) if copies else batch
             with self._precision.products():
-                return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
+                if self._evaluate is not None:
+                    return self._evaluate(pairs, batch, 2 * len(own.names))
+                return pairs(model, batch)  # type: ignore[no-any-return]
 
         def pairs_of(batch: Any) -> list[Any]:
             pairs: list[Any] = []
-            for number, (name, function) in enumerate(self._metrics.items(), 1):
+            chunk_rows.clear()
+            for number, own in enumerate(self._calls, 1):
                 calls.clear()
                 # Other functions, and a second attempt of this function, need the batch as it was read.
-                copies = number < len(self._metrics) or name not in self._differentiates
-                call = functools.partial(pair_of, name, function, copies)
-                pairs += self._called(name, model, functools.partial(call, batch))
+                copies = number < len(self._calls) or own.what not in self._differentiates
+                call = functools.partial(pairs_of_call, own, copies)
+                pairs += self._called(own.what, model, functools.partial(call, batch))
+                chunk_rows.extend(own.rows)
                 # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
                 # the same on all such ranks.
                 for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
-                    self._called(name, model, functools.partial(call, self._precision.inputs(other)))
+                    self._called(own.what, model, functools.partial(call, self._precision.inputs(other)))
                     if calls:
                         break
             return pairs
@@ -280,10 +311,15 @@ class Evaluator:
                 counted = self._mesh.counts_loss and size > 0
                 if counted:
                     samples.append(size)
-                is_known = not any(self._differentiates.get(name, True) for name in self._metrics)
-                pairs = self.captured(batch, pairs_of) if self.captured is not None and is_known else pairs_of(batch)
+                # A graph cannot copy rows to the host.
+                can_capture = not any(self._differentiates.get(own.what, True) or own.over for own in self._calls)
+                pairs = self.captured(batch, pairs_of) if self.captured is not None and can_capture else pairs_of(batch)
                 if counted:
                     unread.append(_read_later(pairs))
+                if counted and rows is not None and chunk_rows:
+                    buffer = io.BytesIO()
+                    torch.save(chunk_rows, buffer)  # noqa: TID251  (read with weights_only: data, no code)
+                    rows.add(buffer.getvalue())
         finally:
             model.train(training)
             if handle is not None:

@@ -24,6 +24,7 @@ class LossPair:
     function: Callable[[Any, Any], Any]
     precision: Precision
     what: str = "loss"
+    checks: bool = True  # whether it checks the pair; a `MetricCall` checks its pairs itself
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""
@@ -48,7 +49,7 @@ class LossPair:
                     remedy='write memory.recompute = "none", or leave out the checkpoints of the model itself',
                 ) from error
             raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
-        return check_pair(self.what, pair)
+        return check_pair(self.what, pair) if self.checks else pair
 
 
 # Messages of torch about the use of a parameter that is cut over ranks and not gathered.

@@ -20,6 +20,8 @@ from shoal.checkpoint.state import raw
 from shoal.checkpoint.tensor_file import DTYPE_NAMES, tensor_file_head
 from shoal.distributed.mesh import Mesh, together
 from shoal.errors import CommandError, JobError
+from shoal.jobs.job import Job
+from shoal.numerics.outputs import RowsOfOutputs
 
 SUFFIXES = (".npz", ".safetensors")
 IDS, OUTPUTS = "ids", "outputs"
@@ -55,6 +57,11 @@ def of_first_part(model: nn.Module, batch: Any) -> Any:
         conflict="which part of it the model takes is not known",
         remedy="write Job(predict=lambda model, batch: model(batch['inputs'])), say",
     )
+
+
+def predict_function(job: Job) -> Callable[[Any, Any], Any]:
+    """Return the function of (model, batch) that gives a job's predictions by sample."""
+    return job.predict or (of_first_part if job.outputs is None else RowsOfOutputs(job.outputs))
 
 
 class Predictions:

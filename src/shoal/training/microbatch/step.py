@@ -76,7 +76,7 @@ class _DrawlessScope(contextlib.AbstractContextManager[None]):
 
 
 # (function, batch) -> (total, weight), computed by all ranks of a pipeline.
-Evaluate = Callable[[LossPair, Any], tuple[float, float]]
+Evaluate = Callable[..., list[float]]
 
 
 class LossComputer:

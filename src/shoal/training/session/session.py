@@ -247,7 +247,7 @@ class Session:
         return steps
 
     def evaluate(
-        self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
+        self, dataset: Any, metrics: Mapping[Any, Callable[[Any, Any], Any]], model: nn.Module | None = None
     ) -> tuple[dict[str, float], int]:
         """Return each metric's sum over its count, with every sample counted once, and the number of samples.
 

@@ -28,7 +28,7 @@ from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.outputs import batch_loss, microbatch_loss
+from shoal.numerics.outputs import evaluated_functions, microbatch_loss
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
@@ -300,7 +300,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
                 mesh,
                 precision,
                 own,
-                {"loss": batch_loss(job), **job.metrics},
+                evaluated_functions(job),
                 name=said_of(name),
                 divided=divided,
                 syncs_every_microbatch=strategy.syncs_every_microbatch,

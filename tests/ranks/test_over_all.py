@@ -1,0 +1,144 @@
+"""Metrics over all predictions: the value of one process on any number of ranks, each sample once and in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+from tests.usual import parametrize
+from torch import Tensor, nn
+
+import shoal
+from shoal.data.source import Opened, open_evaluation
+from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.errors import UserCodeError
+from shoal.launch.environment import Environment
+from shoal.numerics import over_all as rows_of_all
+from shoal.numerics.precision import Precision
+from shoal.plans.plan import Layout, PrecisionSection
+from shoal.training.microbatch.evaluation import Evaluator
+from shoal.verification.forked import forked
+
+pytestmark = pytest.mark.ranks
+
+SCORES = torch.tensor([0.1, 0.4, 0.35, 0.8, 0.2, 0.6, 0.6, 0.3, 0.9, 0.5])
+TARGETS = torch.tensor([0, 0, 1, 1, 0, 1, 0, 1, 1, 0])
+# The area under the curve and F1 of the ten samples; of the means of halves 0.708333, with two samples twice 0.757143.
+AUROC, F1 = 0.74, 0.6
+
+
+class Scores(nn.Module):
+    """The scores themselves, and the number of forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.forwards: list[int] = []
+
+    def forward(self, scores: Tensor) -> Tensor:
+        self.forwards.append(len(scores))
+        return scores * self.scale
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return shoal.mse(model(batch[0]), batch[1].float())
+
+
+def job(metrics: Mapping[Any, Any], **settings: Any) -> shoal.Job:
+    return shoal.Job(
+        model=Scores,
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        train_data=(SCORES, TARGETS),
+        eval_data=(SCORES, TARGETS),
+        metrics=metrics,
+        global_batch=3,  # four chunks, the last of one sample
+        **settings,
+    )
+
+
+def evaluated(metrics: Mapping[Any, Any], mesh: Mesh, model: nn.Module | None = None, **settings: Any) -> Any:
+    data: Opened | None = open_evaluation("eval_data", (SCORES, TARGETS), None)
+    precision = Precision.of(PrecisionSection(), mesh.device)
+    return Evaluator(job(metrics, **settings), mesh, precision, data, metrics).evaluate(model or Scores())[0]
+
+
+def on_ranks(count: int, metrics: Mapping[Any, Any], folder: Path, **settings: Any) -> list[dict[str, float]]:
+    """What the ranks return; raises what they raise."""
+
+    def rank(environment: Environment) -> None:
+        with open_mesh(environment, Layout(data=count)) as mesh:
+            found = evaluated(metrics, mesh, **settings)
+        (folder / f"{environment.rank}.json").write_text(json.dumps(found))
+
+    with forked(count, rank, folder / str(count)) as wait:
+        wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def f1(outputs: Tensor, targets: Tensor) -> float:
+    return float(f1_score(targets, outputs > 0.45))
+
+
+def auroc(outputs: Tensor, targets: Tensor) -> float:
+    return float(roc_auc_score(targets, outputs))
+
+
+class Updated:
+    """A metric of the kind of torchmetrics' with a list as state."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen.append((outputs, targets))
+
+    def compute(self) -> dict[str, Tensor]:
+        outputs, targets = map(torch.cat, zip(*self.seen, strict=True))
+        return {"auroc": torch.tensor(auroc(outputs, targets)), "count": torch.tensor(len(outputs)), "other": None}
+
+    def __call__(self) -> None: ...
+
+
+def texts(outputs: list[str], targets: dict[str, Any]) -> float:
+    assert outputs == [f"{score:.2f}" for score in SCORES.tolist()]
+    assert targets["few"] == [[target] * target for target in TARGETS.tolist()]
+    return float((targets["all"] == TARGETS).sum())
+
+
+def own(model: Any, batch: Any) -> dict[str, Any]:
+    scores = model(batch[0])
+    return {"mean": (scores.sum(), len(scores)), "auroc too": shoal.over_all(auroc, scores, batch[1])}
+
+
+METRICS = {
+    "auroc": shoal.over_all(auroc),
+    "f1": shoal.over_all(f1),
+    ("of an object/auroc", "of an object/count"): shoal.over_all(
+        lambda outputs, targets: {"of an object/auroc": auroc(outputs, targets), "of an object/count": len(outputs)}
+    ),
+    ("mean", "auroc too"): own,
+    "texts": shoal.over_all(
+        texts,
+        outputs=lambda model, batch: [f"{score:.2f}" for score in model(batch[0]).tolist()],
+        targets=lambda batch: {"few": [[t] * t for t in batch[1].tolist()], "all": batch[1]},
+    ),
+}
+VALUES = {"auroc": AUROC, "f1": F1, "of an object/auroc": AUROC, "of an object/count": 10.0, "auroc too": AUROC}
+
+
+@parametrize("ranks", [2, 3, 5], usual=["3"])
+def test_the_value_is_that_of_one_process(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = on_ranks(1, METRICS, tmp_path)[0]
+    assert {name: alone[name] for name in VALUES} == VALUES
+    assert alone["texts"] == 10.0
+    monkeypatch.setattr(rows_of_all, "IN_MEMORY", 8)  # all on disk
+    assert on_ranks(ranks, METRICS, tmp_path) == [alone] * ranks
