@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import shoal
 from shoal.data.source import Opened, open_evaluation
 from shoal.distributed.mesh import Mesh, open_mesh
-from shoal.errors import UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics import over_all as rows_of_all
 from shoal.numerics.precision import Precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from shoal.numerics.outputs import widened_leaf
 
 # Bytes of a file that stay in memory.
 IN_MEMORY = 64 << 20
+# Names of the first parameter of a function that takes the targets first, as those of sklearn do.
+_TARGETS = ("y_true", "labels_true", "labels", "target", "targets")
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,10 @@ def over_all(metric: Any, outputs: Any = None, targets: Any = None) -> OverAll:
     value is the same for any number of devices.
 
     Args:
-        metric: A function of (outputs, targets) that returns one number; or an object or class with `update(outputs,
-            targets)`, `compute()` and `reset()`, such as a metric of torchmetrics, updated batch by batch on rank 0. A
-            metric under a tuple of names returns a dict that has these names.
+        metric: A function of (outputs, targets) that returns one number. It gets (targets, outputs) if its first
+            parameter is called y_true, labels_true, labels, target or targets, as in sklearn. Or an object or class
+            with `update(outputs, targets)`, `compute()` and `reset()`, such as a metric of torchmetrics, which is
+            updated batch by batch on rank 0. A metric under a tuple of names returns a dict that has these names.
         outputs: (model, batch) -> a tensor with samples (or tokens) as first dim, a list with an entry per sample, or a
             tuple or dict of these. Default: `Job.predict`, else the job's outputs by sample, else the model's output
             for the batch or its first part. Metrics with the same function share one forward. In a metric of your own,
@@ -107,9 +111,10 @@ def is_metric_object(metric: Any) -> bool:
     return callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
 
 
-def sum_of_rows(rows: Any) -> float:
-    """Return the sum of all tensors in rows, which differs if the rows do."""
-    return sum(float(as_real(leaf).double().sum()) for leaf in tree_leaves(rows) if isinstance(leaf, Tensor))
+def sum_of_rows(rows: Any) -> Tensor:
+    """Return the sum of all tensors in rows, float64 [], which differs if the rows do."""
+    sums = (as_real(leaf).double().sum() for leaf in tree_leaves(rows) if isinstance(leaf, Tensor))
+    return sum(sums, torch.zeros((), dtype=torch.float64))
 
 
 def _plain(what: str, value: Any) -> Any:
@@ -180,7 +185,12 @@ class AllRows:
 
     def compute(self) -> Any:
         """Return the function's result for all rows."""
-        return self._function(*tree_unflatten([column.whole() for column in self._columns], self._spec))
+        outputs, targets = tree_unflatten([column.whole() for column in self._columns], self._spec)
+        try:
+            first = next(iter(inspect.signature(self._function).parameters), "")
+        except ValueError:  # a function in C without a signature
+            first = ""
+        return self._function(targets, outputs) if first in _TARGETS else self._function(outputs, targets)
 
 
 class _Column:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh, decided_by_rank_0
@@ -20,6 +21,7 @@ from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import MetricKey, names_of_metrics
 from shoal.numerics.generators import seed_everything
 from shoal.numerics.over_all import Frames, OverAll, is_metric_object, over_all, sum_of_rows
+from shoal.parallel.axis_collectives import is_without_data
 from shoal.training.microbatch.loss_pair import check_pair
 
 
@@ -60,7 +62,8 @@ class MetricCall:
                 self.over[name] = value
                 rows[name] = value.rows()
                 numbers += [sum_of_rows(rows[name]), 1.0] * len(names_of_metrics([name]))
-        self.rows += [rows] if rows else []
+        if rows and not any(is_without_data(leaf) for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)):
+            self.rows.append(rows)  # unlike those of a stage's trace
         return tuple(numbers)
 
 

@@ -117,7 +117,7 @@ class Engine(TrainingParts):
             return None
         return (
             f"evaluation: the loss and each of {len(self.job.metrics)} metrics run the model again, {count} forwards "
-            "for each batch"
+            "for each batch. A function may return several: metrics={('a', 'b'): function}"
         )
 
     def trainer(
