@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data.source import Opened, open_evaluation
-from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.distributed.mesh import Mesh, alone, open_mesh
+from shoal.errors import JobError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics import over_all as rows_of_all
+from shoal.numerics.outputs import evaluated_functions
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Layout, PrecisionSection
 from shoal.training.microbatch.evaluation import Evaluator
@@ -89,7 +91,7 @@ def auroc(outputs: Tensor, targets: Tensor) -> float:
 
 
 class Updated:
-    """A metric of the kind of torchmetrics' with a list as state."""
+    """A metric like those of torchmetrics, with more results than anybody asks for."""
 
     def __init__(self) -> None:
         self.reset()
@@ -100,11 +102,13 @@ class Updated:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         self.seen.append((outputs, targets))
 
-    def compute(self) -> dict[str, Tensor]:
+    def compute(self) -> dict[str, Any]:
         outputs, targets = map(torch.cat, zip(*self.seen, strict=True))
-        return {"auroc": torch.tensor(auroc(outputs, targets)), "count": torch.tensor(len(outputs)), "other": None}
-
-    def __call__(self) -> None: ...
+        return {
+            "of updates": torch.tensor(auroc(outputs, targets), dtype=torch.float64),
+            "count": len(outputs),
+            "other": None,
+        }
 
 
 def texts(outputs: list[str], targets: dict[str, Any]) -> float:
@@ -119,11 +123,9 @@ def own(model: Any, batch: Any) -> dict[str, Any]:
 
 
 METRICS = {
-    "auroc": shoal.over_all(auroc),
+    "auroc": shoal.over_all(roc_auc_score),  # whose targets come first
     "f1": shoal.over_all(f1),
-    ("of an object/auroc", "of an object/count"): shoal.over_all(
-        lambda outputs, targets: {"of an object/auroc": auroc(outputs, targets), "of an object/count": len(outputs)}
-    ),
+    ("of updates", "count"): shoal.over_all(Updated()),
     ("mean", "auroc too"): own,
     "texts": shoal.over_all(
         texts,
@@ -131,13 +133,78 @@ METRICS = {
         targets=lambda batch: {"few": [[t] * t for t in batch[1].tolist()], "all": batch[1]},
     ),
 }
-VALUES = {"auroc": AUROC, "f1": F1, "of an object/auroc": AUROC, "of an object/count": 10.0, "auroc too": AUROC}
+VALUES = {"auroc": AUROC, "f1": F1, "of updates": AUROC, "count": 10.0, "auroc too": AUROC, "texts": 10.0}
 
 
 @parametrize("ranks", [2, 3, 5], usual=["3"])
 def test_the_value_is_that_of_one_process(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = on_ranks(1, METRICS, tmp_path)[0]
-    assert {name: alone[name] for name in VALUES} == VALUES
-    assert alone["texts"] == 10.0
+    one = on_ranks(1, METRICS, tmp_path)[0]
+    assert {name: value for name, value in one.items() if name != "mean"} == VALUES
     monkeypatch.setattr(rows_of_all, "IN_MEMORY", 8)  # all on disk
-    assert on_ranks(ranks, METRICS, tmp_path) == [alone] * ranks
+    assert on_ranks(ranks, METRICS, tmp_path) == [one] * ranks
+
+
+def test_metrics_of_torchmetrics_as_they_are(tmp_path: Path) -> None:
+    kinds = pytest.importorskip("torchmetrics.classification", reason="it is in the extra dev: pip install shoal[dev]")
+    collection = pytest.importorskip("torchmetrics").MetricCollection(
+        {"a": kinds.BinaryAUROC(), "b": kinds.BinaryAUROC()}
+    )
+    metrics = {"auroc": kinds.BinaryAUROC, "f1": kinds.BinaryF1Score(threshold=0.45), ("a", "b"): collection}
+    for found in (*on_ranks(1, metrics, tmp_path), *on_ranks(3, metrics, tmp_path)):
+        assert found == pytest.approx({"auroc": AUROC, "f1": F1, "a": AUROC, "b": AUROC}, rel=1e-6)  # float32
+
+
+def test_an_exception_in_the_function_ends_all_ranks(tmp_path: Path) -> None:
+    def one_class(outputs: Tensor, targets: Tensor) -> float:
+        raise ValueError(f"only one class in {len(outputs)} rows")
+
+    def rank(environment: Environment) -> None:
+        with open_mesh(environment, Layout(data=2)) as mesh:
+            try:
+                evaluated({"bad": shoal.over_all(one_class)}, mesh)
+            except UserCodeError as error:
+                (tmp_path / str(environment.rank)).write_text(f"{error} {error.traceback_text}")
+
+    with forked(2, rank, tmp_path / "ranks") as wait:
+        wait()
+    for number in range(2):
+        said = (tmp_path / str(number)).read_text()
+        assert "only one class in 10 rows" in said
+        assert "in one_class" in said
+
+
+def test_seven_metrics_and_the_loss_take_one_forward() -> None:
+    names = ("loss", *map(str, range(6)), "auroc")
+
+    def values(model: Any, batch: Any) -> dict[str, Any]:
+        scores = model(batch[0])
+        pairs = {str(number): (scores.sum() * number, len(scores)) for number in range(6)}
+        return {"loss": shoal.mse(scores, batch[1].float()), **pairs, "auroc": shoal.over_all(auroc, scores, batch[1])}
+
+    model, mesh = Scores(), alone(torch.device("cpu"))
+    metrics = evaluated_functions(job({names: values}, watch="5:max"))
+    found = evaluated(metrics, mesh, model)
+    assert model.forwards == [3, 3, 3, 1]
+    assert list(found) == list(names)
+    assert found["auroc"] == AUROC
+    assert found["5"] == pytest.approx(5 * float(SCORES.mean()))
+    model.forwards.clear()
+    evaluated({"auroc": shoal.over_all(auroc), "f1": shoal.over_all(f1), "texts": METRICS["texts"]}, mesh, model)
+    assert model.forwards == [3, 3, 3, 3, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"a": shoal.over_all(lambda outputs, targets: {"map": 1.0})}, r"a dict of map"),
+        ({("a", "b"): lambda model, batch: {"a": (1.0, 1)}}, "which returned a;"),
+        ({"a": shoal.over_all(auroc, outputs=lambda model, batch: model(batch[0])[None])}, "pad them to one shape"),
+        ({"a": shoal.over_all(auroc, outputs=lambda model, batch: object())}, "outputs of type object"),
+        ({"a": shoal.over_all(auroc, outputs=lambda model, batch: model(batch[0]).sum())}, "which has no rows"),
+    ],
+)
+def test_wrong_results_are_refused(metrics: Mapping[Any, Any], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        evaluated(metrics, alone(torch.device("cpu")))
+    with pytest.raises(JobError, match="it takes a function of all outputs and targets"):
+        shoal.over_all(0.5)

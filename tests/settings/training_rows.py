@@ -66,6 +66,14 @@ JOB: Table = {
         changed("metrics named as what is counted"), PLAIN, metrics, ["loss", "samples", "step", "steps"]
     ),
     "metrics: named loss": Refuses(changed("metrics named loss"), "the job's own loss is reported under that name"),
+    "metrics: several from one function": Acts(changed("metrics together"), PLAIN, metrics, ["loss", "one"]),
+    "metrics: a name without value": Refuses(
+        changed("metrics together, one lost"), "a dict with a value for each name"
+    ),
+    "metrics: a name twice": Refuses(changed("metrics twice"), "metrics with one twice"),
+    "metrics: over all predictions": Acts(
+        changed("metrics over all"), PLAIN, lambda ended: ended.result["metrics"].get("rows"), 42.0
+    ),
     "grains": Acts(changed("grains"), PLAIN, lambda ended: "4 (4 samples each; as the job says)" in ended.said, True),
     "grains: more than samples": Says(changed("more grains than samples"), "grains = 64: no effect beyond 16", PLAIN),
     "grains: fewer than data ranks": Refuses(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import JobError
-from shoal.jobs.job import Epochs, Job, Length, Progress, Steps
+from shoal.jobs.job import Epochs, Job, Length, Progress, Steps, names_of_metrics
 from shoal.numerics.losses import cross_entropy, mse
 
 IGNORED = -100
@@ -350,10 +350,11 @@ def _mistakes(
     if compute_metrics is not None:
         yield (
             "compute_metrics=...",
-            "it is given all predictions at once, and a metric here is a sum over samples and their number",
-            'write metrics={"accuracy": right}; right(model, batch) returns how many are right, and how many there are',
+            "it is given an EvalPrediction, and a metric here is a sum over samples and their number, or a function of "
+            "all outputs and targets",
+            'write metrics={"f1": shoal.over_all(f1, outputs=..., targets=...)} with f1(outputs, targets), say',
         )
-    known = {"loss", *metrics}
+    known = {"loss", *names_of_metrics(metrics)}
     if args.load_best_model_at_end and _watch(args).rpartition(":")[0] not in known:
         yield (
             f"metric_for_best_model={args.metric_for_best_model!r}",

@@ -6,6 +6,7 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,10 +54,13 @@ class OverAll:
         """Return copies of the outputs and targets on the CPU. Raises: JobError for what cannot be sent to rank 0."""
         return _plain("outputs", self.outputs), _plain("targets", self.targets)
 
-    def begun(self) -> Any:
-        """Return an object with `update(outputs, targets)` and `compute()` that has seen no sample yet."""
+    def begun(self, files: ExitStack) -> Any:
+        """Return an object with `update(outputs, targets)` and `compute()` that has seen no sample yet.
+
+        `files`: closes its files.
+        """
         if not is_metric_object(self.metric):
-            return AllRows(self.metric)
+            return AllRows(self.metric, files)
         metric = self.metric() if isinstance(self.metric, type) else copy.deepcopy(self.metric)
         metric.reset()
         parts: Any = metric.cpu().modules() if isinstance(metric, nn.Module) else ()
@@ -164,10 +168,10 @@ class Frames:
 
 
 class AllRows:
-    """Rows of all samples for a `function` of all outputs and targets."""
+    """Rows of all samples for a `function` of all outputs and targets. `files` closes their files."""
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[Any, Any], Any], files: ExitStack) -> None:
+        self._function, self._files = function, files
         self._columns: list[_Column] = []
         self._spec: Any = None
 
@@ -175,7 +179,7 @@ class AllRows:
         """Add the rows of the next batch. Raises: JobError if they differ from those before in kind or shape."""
         leaves, spec = tree_flatten((outputs, targets), is_leaf=lambda part: isinstance(part, list))
         if self._spec is None:
-            self._spec, self._columns = spec, [_Column() for _ in leaves]
+            self._spec, self._columns = spec, [_Column(self._files) for _ in leaves]
         if self._spec != spec:
             raise _apart(
                 f"{spec} for some samples, and {self._spec} for others", "return the same names for each batch"
@@ -196,9 +200,9 @@ class AllRows:
 class _Column:
     """Rows of one tensor, or of one list."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: ExitStack) -> None:
         self._entries: list[Any] = []
-        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115  (the rows outlive any context)
+        self._file = files.enter_context(tempfile.SpooledTemporaryFile(max_size=IN_MEMORY))
         self._kind: Any = None
         self._count = 0
 

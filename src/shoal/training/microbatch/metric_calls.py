@@ -110,7 +110,8 @@ def values_over_all(
 
     Raises: UserCodeError or JobError of rank 0, on every rank. Collective: all ranks, `rounds` gathers, one broadcast.
     """
-    with contextlib.closing(Frames()) as every:
+    with contextlib.ExitStack() as files:
+        every = files.enter_context(contextlib.closing(Frames()))
         for _, content in zip(range(rounds), itertools.chain(own, itertools.repeat(b"")), strict=False):
             for frame in mesh.send_to_first(content):
                 if frame:
@@ -119,7 +120,7 @@ def values_over_all(
         def computed() -> dict[str, float]:
             seed_everything(seed)
             values: dict[str, float] = {}
-            metrics = {key: over.begun() for call in calls for key, over in call.over.items()}
+            metrics = {key: over.begun(files) for call in calls for key, over in call.over.items()}
             for frame in every:
                 for rows in torch.load(io.BytesIO(frame), weights_only=True):
                     for key, part in rows.items():
