@@ -202,7 +202,7 @@ class _Column:
 
     def __init__(self, files: ExitStack) -> None:
         self._entries: list[Any] = []
-        self._file = files.enter_context(tempfile.SpooledTemporaryFile(max_size=IN_MEMORY))
+        self._file = files.enter_context(tempfile.SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115  (closed by `files`)
         self._kind: Any = None
         self._count = 0
 
