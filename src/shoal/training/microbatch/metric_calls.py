@@ -83,8 +83,8 @@ def metric_calls(
     for outputs, group in shared.values():
 
         def of_group(model: Any, batch: Any, outputs: Any = outputs, group: Any = group) -> list[OverAll]:
-            found = outputs(model, batch)
-            return [over.of(found, batch) for over in group.values()]
+            rows = outputs(model, batch)
+            return [over.of(rows, batch) for over in group.values()]
 
         calls.append(MetricCall(list(group), of_group, in_stages))
         calls[-1].over.update(group)
