@@ -154,7 +154,6 @@ CASES = [
     job("integer_loss", "floating-point"),
     job("no_optimizer", "str"),
     job("optimizer_raises", "learning rate"),
-    job("lbfgs", "LBFGS"),
     job("foreign_tensors", "1 tensors"),
     job("model_raises", "no such architecture"),
     job("no_module", "NoneType"),

@@ -153,10 +153,6 @@ def optimizer_raises() -> shoal.Job:
     return bad(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
 
 
-def lbfgs() -> shoal.Job:
-    return bad(optimizer=torch.optim.LBFGS)
-
-
 def foreign_tensors() -> shoal.Job:
     return bad(optimizer=lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(2))], lr=0.1))
 

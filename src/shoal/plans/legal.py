@@ -6,74 +6,20 @@ them from a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError, nearest
 from shoal.plans.grains import legal_data_degrees
 from shoal.plans.plan import AXES, Layout, Plan, divisors
-
-
-class Conflict(NamedTuple):
-    """One refusal: the key, the given value, the conflict and the remedy."""
-
-    key: str
-    given: str
-    conflict: str
-    remedy: str
-
-
-class Rule(NamedTuple):
-    """Row of settings that exclude each other: condition, keys to quote (the first names it), conflict and remedy."""
-
-    applies: Callable[[Plan], bool]
-    keys: tuple[str, ...]
-    conflict: str
-    remedy: str
-
-
-class Idle(NamedTuple):
-    """Row of settings without effect: condition, keys and reason. A setting at its default is never reported."""
-
-    applies: Callable[[Plan], bool]
-    keys: tuple[str, ...]
-    reason: str
-
-
-def value(plan: Plan, key: str) -> object:
-    """Return the value at `section.key`."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(plan, section), name)
-
-
-def shown(plan: Plan, *keys: str) -> str:
-    """Return `section.key = value` for each key, in the syntax of a plan file."""
-    return ", ".join(f"{key} = {_toml(value(plan, key))}" for key in keys)
-
-
-def _toml(setting: object) -> str:
-    if isinstance(setting, bool):
-        return str(setting).lower()
-    if isinstance(setting, tuple):
-        return "[" + ", ".join(map(_toml, setting)) + "]"
-    return f'"{setting}"' if isinstance(setting, str) else str(setting)
-
-
-def _wide(plan: Plan, axis: str) -> bool:
-    return bool(getattr(plan.layout, axis) > 1)
-
-
-def _compressed(plan: Plan) -> bool:
-    return plan.collectives.compression != "none"
+from shoal.plans.rules import CAPTURED, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
 
 
 def _pipelined(plan: Plan, *schedules: str) -> bool:
-    return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
+    return is_wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
-# Schemes with error feedback; a cast to 16 bits loses only the last bits.
-FED_BACK = ("int8", "topk", "powersgd")
 # With this many ranks, each has 4 of the 127 levels of a signed byte.
 MOST_INT8_RANKS = 31
 
@@ -83,7 +29,7 @@ _NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a
 CONFLICTS: tuple[Rule, ...] = (
     *(
         Rule(
-            lambda plan, axis=axis: plan.execution.exact and _wide(plan, axis),  # type: ignore[misc]
+            lambda plan, axis=axis: plan.execution.exact and is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "execution.exact"),
             _NOT_EXACT.format(axis),
             f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
@@ -109,7 +55,7 @@ CONFLICTS: tuple[Rule, ...] = (
         'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',
     ),
     Rule(
-        lambda plan: plan.shard.offload and _wide(plan, "shard") and not plan.shards_model,
+        lambda plan: plan.shard.offload and is_wide(plan, "shard") and not plan.shards_model,
         ("shard.offload", "shard.level"),
         "where the optimizer's state alone is divided every rank holds the parameters where it computes",
         'shard.offload = false, or shard.level = "gradients" or "parameters"',
@@ -121,7 +67,7 @@ CONFLICTS: tuple[Rule, ...] = (
         'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     Rule(
-        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "context"),
+        lambda plan: plan.tensor.sequence and is_wide(plan, "tensor") and is_wide(plan, "context"),
         ("tensor.sequence", "layout.tensor", "layout.context"),
         "both divide the positions of a sequence, and a rank would have a part of a part",
         "tensor.sequence = false, or layout.context = 1",
@@ -145,20 +91,20 @@ CONFLICTS: tuple[Rule, ...] = (
         "execution.channels_last = false, or execution.exact = false",
     ),
     Rule(
-        lambda plan: _compressed(plan) and plan.execution.exact,
+        lambda plan: is_compressed(plan) and plan.execution.exact,
         ("collectives.compression", "execution.exact"),
         "compressed sums are not the sums of one process, and exact mode promises each bit of them",
         'collectives.compression = "none", or execution.exact = false',
     ),
     Rule(
-        lambda plan: _compressed(plan) and plan.shards_model,
+        lambda plan: is_compressed(plan) and plan.shards_model,
         ("collectives.compression", "shard.level", "layout.shard"),
         "gradients that are divided are summed by fully_shard's own reduce-scatter, which compresses nothing",
         'collectives.compression = "none", or shard.level = "optimizer"',
     ),
     *(
         Rule(
-            lambda plan, axis=axis: _compressed(plan) and _wide(plan, axis),  # type: ignore[misc]
+            lambda plan, axis=axis: is_compressed(plan) and is_wide(plan, axis),  # type: ignore[misc]
             ("collectives.compression", f"layout.{axis}"),
             f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
             f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
@@ -166,7 +112,7 @@ CONFLICTS: tuple[Rule, ...] = (
         for axis in ("tensor", "pipeline", "context")
     ),
     Rule(
-        lambda plan: _compressed(plan) and plan.precision.reduce != "float32",
+        lambda plan: is_compressed(plan) and plan.precision.reduce != "float32",
         ("collectives.compression", "precision.reduce"),
         "compression begins with gradients in float32, and what it holds back is added to them",
         'precision.reduce = "float32" (collectives.compression = "bfloat16" or "float16" sends 16 bits)',
@@ -178,13 +124,13 @@ CONFLICTS: tuple[Rule, ...] = (
         f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
     ),
     Rule(
-        lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor") and plan.tensor.sequence,
+        lambda plan: plan.execution.compile != "none" and is_wide(plan, "tensor") and plan.tensor.sequence,
         ("execution.compile", "tensor.sequence"),
         "the exchange of positions has a backward of its own, which torch's compiler captures and then cannot compile",
         'execution.compile = "none", or tensor.sequence = false',
     ),
     Rule(
-        lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),
+        lambda plan: plan.execution.compile != "none" and is_wide(plan, "context"),
         ("execution.compile", "layout.context"),
         "the exchange of heads has a backward of its own, which torch's compiler captures and then cannot compile",
         'execution.compile = "none", or layout.context = 1',
@@ -209,7 +155,7 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            lambda plan, axis=axis: plan.shares_memory and _wide(plan, axis),  # type: ignore[misc]
+            lambda plan, axis=axis: plan.shares_memory and is_wide(plan, axis),  # type: ignore[misc]
             ("memory.shared", f"layout.{axis}"),
             f"one copy serves ranks that hold the same of the model, and a {axis} axis divides it",
             f"layout.{axis} = 1 and a larger layout.data, or memory.shared = false",
@@ -217,7 +163,7 @@ CONFLICTS: tuple[Rule, ...] = (
         for axis in ("shard", "tensor", "pipeline", "context")
     ),
     Rule(
-        lambda plan: plan.shares_memory and _compressed(plan),
+        lambda plan: plan.shares_memory and is_compressed(plan),
         ("memory.shared", "collectives.compression"),
         "gradients are read where they lie: nothing is sent that could be compressed",
         'collectives.compression = "none", or memory.shared = false',
@@ -228,7 +174,7 @@ CONFLICTS: tuple[Rule, ...] = (
 GLOBAL_LOSS: tuple[Rule, ...] = (
     *(
         Rule(
-            lambda plan, axis=axis: _wide(plan, axis),  # type: ignore[misc]
+            lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
             f"Job(outputs=...) gathers the outputs of whole models, of which a {axis} axis gives each rank a part",
             f"layout.{axis} = 1 and a larger data or shard axis",
@@ -248,7 +194,7 @@ GLOBAL_LOSS: tuple[Rule, ...] = (
         'execution.compile = "none" and execution.cuda_graph = false',
     ),
     Rule(
-        lambda plan: _compressed(plan),
+        lambda plan: is_compressed(plan),
         ("collectives.compression",),
         "compression scales what a rank holds back by the rank's weight, and Job(outputs=...) has one weight for all",
         'collectives.compression = "none"',
@@ -265,7 +211,7 @@ SERVED: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
+            lambda plan, axis=axis: plan.serves and is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "server.mode"),
             "a worker computes whole grains with the whole model, which servers alone divide",
             f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
@@ -305,132 +251,51 @@ SERVED: tuple[Rule, ...] = (
 )
 
 
-def _captured(applies: Callable[[Plan], bool], key: str, conflict: str, instead: str) -> Rule:
-    return Rule(
-        lambda plan: plan.execution.cuda_graph and applies(plan),
-        ("execution.cuda_graph", key),
-        conflict,
-        f"execution.cuda_graph = false, or {instead}",
-    )
+_AGAIN = "the optimizer's step computes the loss again"
 
-
-_WHOLE = "a rank's captured step is that of the whole model: ranks with parts of it meet within forwards and backwards"
-
-# Refusals of plans whose step is captured in a CUDA graph.
-CAPTURED: tuple[Rule, ...] = (
+# Refusals of plans for optimizers that compute the loss several times in a step.
+CLOSURE: tuple[Rule, ...] = (
     *(
-        _captured(
-            lambda plan, axis=axis: not plan.serves and _wide(plan, axis),  # type: ignore[misc]
-            f"layout.{axis}",
-            _WHOLE,
-            f"layout.{axis} = 1 and a larger layout.data",
+        Rule(
+            lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
+            (f"layout.{axis}",),
+            f"{_AGAIN} from all parameters, which a {axis} axis divides, or their update",
+            f"layout.{axis} = 1 and a larger data axis",
         )
-        for axis in ("tensor", "pipeline", "context")
+        for axis in ("shard", "tensor", "pipeline", "context")
     ),
-    _captured(
-        lambda plan: plan.shards_model,
-        "shard.level",
-        _WHOLE,
-        'shard.level = "optimizer"',
-    ),
-    _captured(
-        lambda plan: plan.layout.divides_grains > 1 and plan.collectives.compression != "none",
-        "collectives.compression",
-        "what is compressed depends on numbers that the host reads",
-        'collectives.compression = "none"',
-    ),
-    _captured(
+    Rule(
         lambda plan: plan.serves,
-        "server.mode",
-        "the update is the servers', and no part of a worker's step",
+        ("server.mode",),
+        f"{_AGAIN}, and the servers that step have no samples",
         'server.mode = "none"',
     ),
-    _captured(
-        lambda plan: plan.execution.exact,
-        "execution.exact",
-        "exact mode adds its grains up on the host",
-        "execution.exact = false",
-    ),
-    _captured(
-        lambda plan: plan.execution.compile not in ("none", "default"),
-        "execution.compile",
-        "torch makes graphs of its own of the blocks",
-        'execution.compile = "default"',
-    ),
-    _captured(
-        lambda plan: plan.memory.recompute != "none",
-        "memory.recompute",
-        "recomputation puts back the host's generators in the backward, and a replay asks nothing of the host",
-        'memory.recompute = "none"',
-    ),
-    _captured(
-        lambda plan: plan.precision.parameters != "float32",
-        "precision.parameters",
-        "a captured update is masked by torch's fused kernels, which do that for parameters in float32",
-        'precision.parameters = "float32" (precision.compute may be narrower)',
-    ),
-)
-
-_NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
-
-# Each row is one warning, reported if the settings are not at their defaults.
-WITHOUT_EFFECT: tuple[Idle, ...] = (
-    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
-    Idle(
-        lambda plan: _wide(plan, "shard") and not plan.shards_model,
-        ("shard.reduce",),
-        'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
-    ),
-    Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
-    Idle(lambda plan: plan.layout.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
-    Idle(lambda plan: plan.layout.divides_grains == 1, ("memory.shared",), "no two ranks have the same values"),
-    Idle(
-        # The tensor axis also uses shared_memory, but none of the other algorithms.
-        lambda plan: (
-            plan.layout.divides_grains == 1
-            and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
-        ),
-        ("collectives.all_reduce",),
-        _NO_SUMS,
-    ),
-    Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
-    Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),
-    Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
-    *(
-        Idle(
-            lambda plan, schemes=schemes: plan.collectives.compression not in schemes,  # type: ignore[misc]
-            (key,),
-            f"it belongs to collectives.compression = {' or '.join(map(repr, schemes))}".replace("'", '"'),
-        )
-        for key, schemes in (
-            ("compression.block", ("int8",)),
-            ("compression.density", ("topk",)),
-            ("compression.rank", ("powersgd",)),
-            ("compression.feedback", FED_BACK),
-        )
-    ),
-    Idle(
-        lambda plan: not _compressed(plan),
-        ("compression.guard_every", "compression.guard_lost"),
+    Rule(
+        is_compressed,
+        ("collectives.compression",),
+        f"{_AGAIN}, and compression holds back a part of one gradient from each step to the next",
         'collectives.compression = "none"',
     ),
-    Idle(
-        lambda plan: _compressed(plan) and plan.compression.guard_every == 0,
-        ("compression.guard_lost",),
-        "compression.guard_every is 0: nothing is compared",
+    Rule(
+        lambda plan: plan.precision.loss_scale != "none",
+        ("precision.loss_scale",),
+        f"{_AGAIN} at parameters that may need another scale",
+        'precision.loss_scale = "none" with precision.compute = "bfloat16" or "float32"',
     ),
-    Idle(
-        lambda plan: not _wide(plan, "pipeline"),
-        ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),
-        "layout.pipeline is 1",
+    Rule(
+        lambda plan: plan.execution.cuda_graph,
+        ("execution.cuda_graph",),
+        f"{_AGAIN} as often as the host decides",
+        "execution.cuda_graph = false",
     ),
 )
 
 
-def excluded(plan: Plan, *, has_global_loss: bool = False) -> Iterator[Conflict]:
-    """Yield this plan's conflicts."""
-    captured, gathered = plan.execution.cuda_graph, has_global_loss
-    for rule in (*CONFLICTS, *SERVED, *(CAPTURED if captured else ()), *(GLOBAL_LOSS if gathered else ())):
+def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
+    """Yield this plan's conflicts, with `facts` also those with the job's loss and optimizer."""
+    of_job = (*(GLOBAL_LOSS if facts and facts.has_global_loss else ()),)
+    of_job += (*(CLOSURE if facts and facts.has_closure else ()),)
+    for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ()), *of_job):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 
@@ -473,6 +338,7 @@ class ModelFacts:
     repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
     places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
     has_global_loss: bool = False  # whether the job's loss sees the outputs of the global batch
+    has_closure: bool = False  # whether the job's optimizer computes the loss several times in a step
 
     @property
     def most_stages(self) -> int | None:
@@ -493,7 +359,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
         return list(excluded(plan))
     rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
     of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
-    return [*of_model, *excluded(plan, has_global_loss=facts.has_global_loss)]
+    return [*of_model, *excluded(plan, facts)]
 
 
 def refuse(conflicts: list[Conflict]) -> None:

@@ -18,7 +18,6 @@ from shoal.plans.legal import (
     num_microbatches,
     other_world,
     refuse,
-    shown,
 )
 from shoal.plans.plan import (
     AXES,
@@ -32,6 +31,7 @@ from shoal.plans.plan import (
     TensorSection,
     divisors,
 )
+from shoal.plans.rules import shown
 
 # Values of `--precision`: parameters, compute, reduce, loss_scale. Autocast if compute differs from parameters.
 PRECISIONS = {

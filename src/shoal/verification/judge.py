@@ -319,8 +319,11 @@ class _Judges:
         self._double = None
 
     def _updated(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> References | None:
-        """Compute the update from the parallel run's gradients; None if a side skipped it or a gradient is missing."""
-        left_out = parallel.skipped or plain.trace.skipped
+        """Compute the update from the parallel run's gradients; None if a side skipped it or a gradient is missing.
+
+        None also for an optimizer that computes further gradients in its step, of which the order of sums is not known.
+        """
+        left_out = parallel.skipped or plain.trace.skipped or self._plain.needs_closure
         if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
             return None
         exact = None

@@ -29,7 +29,7 @@ from shoal.errors import ShoalError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
-from shoal.numerics.generators import seed_everything
+from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.no_trace import copy_of
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, converted, numbers, wide
@@ -41,6 +41,7 @@ from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import LossComputer
 from shoal.training.observe.trace.recorder import ForwardRecorder
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
+from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 from shoal.training.update.lr_schedule import Schedule
 from shoal.verification.whole_batch import requests
@@ -65,6 +66,19 @@ class ReferenceVariant:
     threads: int = 1
     halves: bool = False
     rounded: int | None = None
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Compute as this variant does within the context."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        halves = Halves() if self.halves else contextlib.nullcontext()
+        rounded = Rounded(self.rounded) if self.rounded is not None else contextlib.nullcontext()
+        try:
+            with halves, rounded:
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 @dataclass
@@ -95,6 +109,7 @@ class Reference:
         self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
+        self.needs_closure = needs_closure(self._optimizer)
         self._rates = [float(group["lr"]) for group in rated(parts(self._optimizer).values())]
         schedule = job.schedule
         self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
@@ -112,18 +127,34 @@ class Reference:
         computer = LossComputer(self._job, self.model, self._precision, computation)
         trace = StepTrace(number, factor=facts.factor)
         result = Computed(trace)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(way.threads)
-        halves = Halves() if way.halves else contextlib.nullcontext()
-        rounded = Rounded(way.rounded) if way.rounded is not None else contextlib.nullcontext()
-        try:
-            with halves, rounded:
-                sums, buffers = self._accumulate(computer, way, result)
-                whole = self._of_whole_batch(computer, number)
-        finally:
-            torch.set_num_threads(threads)
+
+        def again() -> Tensor:
+            """Set the mean gradient of the step at the parameters' present values; return the loss."""
+            own = Computed(StepTrace(number, factor=facts.factor))
+            with torch.enable_grad(), generators_kept():
+                with way.applied():
+                    sums, _ = self._accumulate(computer, way, own)
+                _give(self._parameters, self._mean_gradient(own, sums))
+            return torch.tensor(own.trace.loss, dtype=torch.float64)
+
+        with way.applied():
+            sums, buffers = self._accumulate(computer, way, result)
+            whole = self._of_whole_batch(computer, number)
         result.whole_batch = frozenset(whole)
-        self._finish(result, sums, buffers | whole)
+        gradients = self._mean_gradient(result, sums)
+        if not trace.weight:
+            trace.skipped = "weightless"
+        elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):
+            trace.skipped = "nonfinite"
+        else:
+            self._apply(trace, gradients, again)
+            with torch.no_grad():
+                for name, buffer in self._changing():
+                    value = (buffers | whole).get(name)
+                    if value is not None:
+                        is_whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
+                        buffer.copy_(value.round() if is_whole else value)
+        _capture(trace, self.model, self._optimizer)
         return result
 
     def update(self, before: StepTrace, parallel: StepTrace, computation: MicrobatchPolicy) -> StepTrace:
@@ -263,8 +294,8 @@ class Reference:
                 home, _, key = name.rpartition(".")
                 self.model.get_submodule(home)._buffers[key] = start[name].clone()
 
-    def _finish(self, result: Computed, sums: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Compute mean, norm, clipping, schedule and optimizer step; skip the update if loss or norm is not finite."""
+    def _mean_gradient(self, result: Computed, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the mean gradients after hooks and clipping; set the trace's loss, weight and norm."""
         trace, job = result.trace, self._job
         trace.weight = math.fsum(part.weight for part in trace.parts)
         total = math.fsum(part.total for part in trace.parts)
@@ -283,31 +314,23 @@ class Reference:
             after = {name: p.grad.to(mean[name]) for name, p in hooked.items() if p.grad is not None}
             mean = {name: after.get(name, g) for name, g in mean.items() if name not in hooked or name in after}
         trace.norm = math.sqrt(math.fsum(float(numbers(g).square().sum()) for g in mean.values()))
-        if not trace.weight:
-            trace.skipped = "weightless"
-        elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):
-            trace.skipped = "nonfinite"
-        else:
-            share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
-            clipped = {name: gradient * share for name, gradient in mean.items()}
-            if job.clip_value is not None:
-                clipped = {name: g.clamp(-job.clip_value, job.clip_value) for name, g in clipped.items()}
-            self._apply(trace, clipped)
-            with torch.no_grad():
-                for name, buffer in self._changing():
-                    value = buffers.get(name)
-                    if value is not None:
-                        whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
-                        buffer.copy_(value.round() if whole else value)
-        _capture(trace, self.model, self._optimizer)
+        share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
+        clipped = {name: gradient * share for name, gradient in mean.items()}
+        if job.clip_value is not None:
+            clipped = {name: g.clamp(-job.clip_value, job.clip_value) for name, g in clipped.items()}
+        return clipped
 
-    def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
-        """Set the learning rates and step the optimizer with these gradients."""
+    def _apply(
+        self, trace: StepTrace, gradients: Mapping[str, Tensor], again: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Set the learning rates and step the optimizer with these gradients.
+
+        `again`: computes the loss and sets the gradients, for an optimizer that needs a closure.
+        """
         job = self._job
-        for name, parameter in self._parameters.named:
-            parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
-            if parameter.grad is not None:
-                trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
+        _give(self._parameters, gradients)
+        named = [(name, p.grad) for name, p in self._parameters.named if p.grad is not None]
+        trace.tensors |= {f"clipping/{name}": gradient.clone() for name, gradient in named}
         before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
         progress = Progress(trace.step, self._order.num_steps, before)
         if self._scheduled is not None:
@@ -322,7 +345,7 @@ class Reference:
                 else:
                     group["lr"] = rate * multiplier
         seed_everything(random_key(job.seed, "optimizer", trace.step))
-        step_optimizer(self._optimizer)
+        step_optimizer(self._optimizer, again if self.needs_closure else None)
 
     def loss_of_grains(self) -> tuple[float, float, str]:
         """Return the first step's loss of all grains together, the sum of their own losses, and why these differ."""
@@ -361,6 +384,12 @@ class Reference:
         self.set_state(state, optimizer=bool(modes))
         with evaluated_weights(self._optimizer) if modes else contextlib.nullcontext():
             yield
+
+
+def _give(parameters: Parameters, gradients: Mapping[str, Tensor]) -> None:
+    """Set the parameters' gradients."""
+    for name, parameter in parameters.named:
+        parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
 
 
 def _capture(trace: StepTrace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

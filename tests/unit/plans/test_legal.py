@@ -14,7 +14,6 @@ from shoal.errors import PlanError, SettingWarning
 from shoal.plans import AXES, Layout, Plan
 from shoal.plans.legal import (
     CONFLICTS,
-    WITHOUT_EFFECT,
     ModelFacts,
     World,
     around,
@@ -27,8 +26,8 @@ from shoal.plans.legal import (
     notes,
     num_microbatches,
     other_world,
-    value,
 )
+from shoal.plans.rules import WITHOUT_EFFECT, value
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(6))
 GPT = ModelFacts(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from shoal.errors import PlanError
-from shoal.plans.legal import CAPTURED, ModelFacts, conflicts, refuse, value
+from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge
+from shoal.plans.rules import CAPTURED, value
 
 FACTS = ModelFacts(8, 4)
 # Sections besides execution.cuda_graph, and what is said.

@@ -123,3 +123,22 @@ def test_a_loss_over_the_global_batch_excludes(sections: dict[str, dict[str, Any
     assert len(keys) == len(conflicts(plan, FACTS)) + 1
     for legal in ({}, {"layout": {"data": 2, "shard": 2}}, {"execution": {"exact": True}}):
         assert not conflicts(Plan().with_sections(**legal), replace(FACTS, has_global_loss=True))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        *(({"layout": {axis: 2}}, f"layout.{axis}") for axis in ("shard", "tensor", "pipeline", "context")),
+        ({"layout": {"data": 2}, "server": {"mode": "synchronous"}}, "server.mode"),
+        ({"layout": {"data": 2}, "collectives": {"compression": "int8"}}, "collectives.compression"),
+        ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),
+        ({"execution": {"cuda_graph": True}}, "execution.cuda_graph"),
+    ],
+)
+def test_an_optimizer_with_a_closure_excludes(sections: dict[str, dict[str, Any]], key: str) -> None:
+    plan = Plan().with_sections(**sections)
+    keys = [conflict.key for conflict in conflicts(plan, replace(FACTS, has_closure=True))]
+    assert key in keys
+    assert len(keys) == len(conflicts(plan, FACTS)) + 1
+    for legal in ({"layout": {"data": 2}}, {"execution": {"exact": True}}, {"execution": {"compile": "default"}}):
+        assert not conflicts(Plan().with_sections(**legal), replace(FACTS, has_closure=True))

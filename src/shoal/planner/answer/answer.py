@@ -40,6 +40,7 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
 from shoal.training.setup.job_model import deferred_outline, grains_of, outline
+from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 _TRIALS = 3
@@ -67,7 +68,9 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
             facts = replace(facts, places=() if has_global_loss else places(model, job.loss, grain))
         except ShoalError as error:
             facts, uncut = replace(facts, places=()), f"{error.conflict}; {error.remedy}"
-    facts = replace(facts, has_global_loss=has_global_loss)
+    optimizer = _outlined_optimizer(job, model)
+    has_closure = optimizer is not None and needs_closure(optimizer)
+    facts = replace(facts, has_global_loss=has_global_loss, has_closure=has_closure)
     # Why this machine cannot shard gradients and parameters; the releases of other machines are unknown.
     lacking = torch_release.missing() if cluster_name == "here" else ""
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
@@ -84,7 +87,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         all_reduces=others if cluster.num_hosts == 1 else {},
     )
     if device == "cpu" and space.all_reduces:
-        space = replace(space, one_copy=_allows_one_copy(job, model))
+        space = replace(space, one_copy=_allows_one_copy(job, model, optimizer))
     # Streams have no length and no time to fetch a sample.
     known, sample_seconds = opened(job), 0.0
     source, length, num_steps = known.train_data.source, known.length, None
@@ -116,16 +119,20 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     return Question(case, num_steps, grains.why, tokens, precise, traced)
 
 
-def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
+def _outlined_optimizer(job: Job, model: nn.Module | None) -> torch.optim.Optimizer | None:
+    """Return the job's optimizer of a model on the meta device, or None if its function reads values."""
+    try:
+        return build_optimizer(job.optimizer, Parameters(model)) if model is not None else None
+    except ShoalError:
+        return None
+
+
+def _allows_one_copy(job: Job, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> bool:
     """Return True if a plan without `memory.shared` lets the ranks of a host share one copy of the parameters.
 
     Return False if only the built model could show it. `model`: the job's model on the meta device.
     """
-    if model is None or is_copied(model):
-        return False
-    try:
-        optimizer = build_optimizer(job.optimizer, Parameters(model))
-    except ShoalError:  # the job's own optimizer function reads values
+    if model is None or optimizer is None or is_copied(model):
         return False
     return copy_need(model, optimizer, job.callbacks) is None
 

@@ -14,8 +14,8 @@ from math import ceil, prod
 from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective, cuts, gathers
 from shoal.plans.accounting.collectives import data_parallel as native
 from shoal.plans.accounting.collectives import sums as step_sums
-from shoal.plans.legal import FED_BACK
 from shoal.plans.plan import Layout, Plan
+from shoal.plans.rules import FED_BACK
 
 HEADER_BYTES = 64
 # A tree passes on pieces of this size, so that its levels work at the same time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -262,7 +263,13 @@ class Trainer:
     ) -> None:
         self._parts, self._around, self.state, self._num_steps = parts, around, state, num_steps
         self._mesh, self._clock, self._buffers = parts.mesh, parts.clock, parts.buffers
-        self._runner = StepRunner(parts, parts.loader, around.note, rests=not may_draw(parts.updater.optimizer))
+        self._runner = StepRunner(
+            parts,
+            parts.loader,
+            around.note,
+            rests=not may_draw(parts.updater.optimizer),
+            repeats=parts.updater.needs_closure,
+        )
         if state.computation is not None:
             self._runner.probe.restore(state.computation)
         self._records = StepRecords(
@@ -510,7 +517,10 @@ class Trainer:
         if nonfinite is not None:
             update = Update(math.nan, math.nan, "nonfinite")
         else:
-            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress, sums.norm)
+            again = functools.partial(
+                self._runner.run_again, state.step, state.loss_scale.factor(parts.job.global_batch)
+            )
+            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress, sums.norm, again=again)
             if update.skipped == "nonfinite":
                 nonfinite = self._nonfinite(computed)
                 if nonfinite is None:

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Loader, Microbatch, StepData, Transfer
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
-from shoal.distributed.mesh import Mesh, raise_together
+from shoal.distributed.mesh import NO_ROW, Mesh, raise_together
 from shoal.errors import JobError, LossError, OutOfMemoryError, ShoalError, text_of
 from shoal.jobs.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.generators import DrawWatch, generators_kept, seed_everything
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import ReentrantContext, without_modes
-from shoal.numerics.no_trace import NoTrace
+from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
@@ -506,14 +506,31 @@ class UnreadStep(StepPasses):
 Row = Callable[[FetchedStep | None], list[float]]
 
 
+def _copied(microbatches: Iterator[LoadedMicrobatch], copies: list[Microbatch]) -> Iterator[LoadedMicrobatch]:
+    """Yield a step's microbatches, and add copies of them to `copies`: a loss may change its batch."""
+    for loaded in microbatches:
+        copies.append(replace(loaded.microbatch, batch=copy_of(loaded.microbatch.batch)))
+        yield loaded
+
+
 class StepRunner:
     """Runner of steps, one after the other. `note` takes a line for people.
 
-    `rests`: True if no code draws random numbers between steps, except after a call of `draws_may_follow`.
+    `rests`: True if no code draws random numbers between steps, except after a call of `draws_may_follow`. `repeats`:
+    True if `run_again` may follow a step. Then the step's samples stay in memory, and the next step is read later.
     """
 
-    def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
+    def __init__(
+        self,
+        parts: StepParts,
+        loader: Loader,
+        note: Callable[[str], None],
+        *,
+        rests: bool = False,
+        repeats: bool = False,
+    ) -> None:
         self._parts, self._loader = parts, loader
+        self._repeats, self._copies = repeats, list[Microbatch]()
         self.transfer = Transfer(parts.mesh.device, self._on_device)
         self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
         self._global_loss = GlobalLoss(parts, loader) if parts.computer.job.outputs is not None else None
@@ -553,18 +570,20 @@ class StepRunner:
         except Exception as error:
             return FetchedStep(step, error=as_shoal_error(error))
 
-    def run(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
+    def run(self, fetched: FetchedStep, factor: float, row: Row, *, again: bool = False) -> ComputedStep:
         """Compute a step and return its sums. `factor` multiplies the loss totals before the backward.
 
-        If all ranks have read the next step, the sums' `rows` contain the `row` of every rank.
+        If all ranks have read the next step, the sums' `rows` contain the `row` of every rank. `again`: the step is
+        computed as it was, without a look at the model.
         Raises: on every rank, if any rank failed.
         Collective: all ranks.
         """
-        if not self.probe.is_done or fetched.step + 1 in LATER_STEPS or self._parts.computer.has_evaluated:
+        later = fetched.step + 1 in LATER_STEPS or self._parts.computer.has_evaluated
+        if not again and (later or not self.probe.is_done):
             fetched = self.probe.before_step(fetched)
         while True:
             # An error of this rank travels with the sums, so that ranks stay in step.
-            done = self._passes(fetched, factor)
+            done = self._passes(fetched, factor, again=again)
             sums = done.passes.finish(done.flags, row(done.following) if self._parts.mesh.world_size > 1 else [])
             computed = ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
             if sums.flags.errors:
@@ -575,6 +594,22 @@ class StepRunner:
                 return computed
             self.probe.agree_on(computed.proposal, fetched.step, in_step=True)
             fetched = self._fetch_again(fetched.step)
+
+    def run_again(self, step: int, factor: float) -> StepSums:
+        """Compute the step that `run` has computed again, at the parameters' present values, from the same samples.
+
+        Random draws are those of `run`. Buffers have the values from before the step.
+        Raises: ShoalError, on every rank, if any rank failed.
+        Collective: all ranks.
+        """
+        data = StepData(step, 0, len(self._copies), iter(self._copies))
+        try:
+            with generators_kept():
+                return self.run(FetchedStep(step, data), factor, lambda following: NO_ROW, again=True).sums
+        except Exception as error:  # classified here: the optimizer, through which it passes, is not the cause
+            raise as_shoal_error(error) from error
+        finally:
+            self._parts.clock.mark("optimizer")
 
     def _fetch_again(self, step: int) -> FetchedStep:
         """Fetch the step again under the current policy. Raises: on every rank. Collective: all ranks."""
@@ -603,13 +638,14 @@ class StepRunner:
         if failures.redo:
             self.probe.agree_on(step.proposal, number, in_step=True)
 
-    def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
+    def _passes(self, fetched: FetchedStep, factor: float, *, again: bool = False) -> StepPasses:
         parts, meets = self._parts, self._parts.strategy.syncs_every_microbatch
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         is_one = fetched.data is not None and fetched.data.num_microbatches == 1
-        passes.is_alone = is_one and parts.strategy.is_alone and parts.buffers.keeps
+        passes.is_alone = is_one and parts.strategy.is_alone and parts.buffers.keeps and not self._repeats
         passes.begin(fetched.step)
+        passes.is_observed &= not again
         if self._global_loss is not None:
             self._global_loss.begin(fetched.step, passes)
         if passes.is_observed:
@@ -650,7 +686,8 @@ class StepRunner:
             except OutOfMemoryError as too_large:
                 error = too_large
         else:
-            if self._loader.looks_ahead:  # while the device computes and the sums are on their way
+            # While the device computes and the sums are on their way.
+            if self._loader.looks_ahead and not self._repeats:
                 following = self.fetch(fetched.step + 1)
         if self._global_loss is not None and (proposal is not None or error is not None):
             self._global_loss.fail()
@@ -680,6 +717,9 @@ class StepRunner:
         own = fetched.data.num_microbatches if fetched.data is not None else 0
         most = loader.most_microbatches(fetched.step) if meets else own
         microbatches, is_read = fetched.microbatches(inputs), fetched.first is not None
+        if self._repeats:
+            self._copies = []
+            microbatches = _copied(microbatches, self._copies)
         if self._global_loss is not None:
             fillers = [filler() for _ in range(own, most)]
             microbatches, is_read = self._global_loss.microbatches(passes, microbatches, own, fillers), True

@@ -19,6 +19,7 @@ from shoal.jobs.job import Job, Progress, callback_mistakes, watched_by
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.structure import refuse_wrapped
 from shoal.training.callbacks.base import Callback
+from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
@@ -331,6 +332,12 @@ def refuse(thing: Any) -> None:
             'give the model itself, and shoal.Plan().with_sections(execution={"compile": "default"}) as the plan',
         )
     if isinstance(thing, Optimizer):
+        if needs_closure(thing):
+            raise _refused(
+                f"an optimizer {name}, whose step() needs a closure",
+                "a closure computes the loss again, which a loop of your own computes once for each batch",
+                "use it in a Job(optimizer=...), which evaluates the loss as often as it asks",
+            )
         return refuse_optimizer(thing)
     if isinstance(thing, nn.Module | LRScheduler):
         return None

@@ -105,9 +105,9 @@ class OwnStepper(Stepper):
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
         """Accept changed rates and requires_grad: the loop may change both."""
 
-    def step(self, number: int, *, refuse_noise: bool = False) -> None:
+    def step(self, number: int, **options: Any) -> None:
         with multiplied(self._optimizer, self._now):
-            super().step(number, refuse_noise=refuse_noise)
+            super().step(number, **options)
 
 
 def turned(seed: int, turn: int) -> int:

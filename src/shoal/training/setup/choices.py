@@ -22,6 +22,7 @@ from shoal.jobs.job import Job
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
 from shoal.training.callbacks.base import Callback
+from shoal.training.update.closure import needs_closure
 
 # Bytes of parameters. Below, sharing the update saves less time than its two synchronizations cost: 0.1 ms.
 WORTH_BYTES = 1 << 20
@@ -128,6 +129,9 @@ def copy_need(
     if hooked:
         why = "a hook sees a whole gradient, of which each rank has a part where the ranks share one copy"
         return CopyNeed(f"a hook on the parameter {hooked[0]}", why)
+    if needs_closure(optimizer):
+        why = "its step computes the loss again from all parameters, of which each rank updates a part in one copy"
+        return CopyNeed(f"optimizer {type(optimizer).__name__}", why)
     if not is_torchs(optimizer) or is_hooked(optimizer):
         hooked = "an optimizer with hooks" if is_torchs(optimizer) else f"optimizer {type(optimizer).__name__}"
         why = (

@@ -59,6 +59,7 @@ from shoal.training.setup.choices import choose
 from shoal.training.setup.job_model import construct_twice, make_model, outline, seeded_model, unlike_ranks, with_grains
 from shoal.training.setup.memory_check import refuse_too_large
 from shoal.training.setup.preflight import compare_data, compare_models, judged
+from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import (
     Parameters,
     build_optimizer,
@@ -228,6 +229,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     initial = options.initial_weights
     initial_weights = take_weights(initial, sharded_model) if initial is not None else None
     parameters, optimizer = together(mesh, lambda: _build_optimizer(job, plan, sharded_model))
+    if needs_closure(optimizer):
+        refuse(conflicts(plan, ModelFacts(job.num_grains, job.grain_size, has_closure=True)))
 
     # 3. Choices: the complete plan of this run.
     requested = plan

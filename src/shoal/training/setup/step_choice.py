@@ -158,6 +158,8 @@ def _why_never(engine: Engine) -> str | None:
         return "each rank has a part of the model"
     if engine.job.outputs is not None:
         return "a loss over the global batch is computed in eager steps"
+    if engine.updater.needs_closure:
+        return "the optimizer computes the loss another number of times in each step"
     return None if isinstance(engine.job.train_data.source, MapSource) else "the length of a stream is not known"
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import inspect
-import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -93,20 +89,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss itself or accepts only sparse gradients. Raises: JobError."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    needs = closure is not None and closure.default is closure.empty
-    if closure is not None and not needs:  # step() may reject a closure of None, by an assertion or an error
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
-            tests = [
-                (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
-                for node in getattr(step, "body", ())  # top level only
-                if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
-            ]
-            needs = any(ast.unparse(test) == wanted for test, wanted in tests)
-    if isinstance(optimizer, torch.optim.LBFGS) or needs:
-        raise without_closure(optimizer)
+    """Refuse an optimizer that accepts only sparse gradients. Raises: JobError."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise JobError(
             given="optimizer SparseAdam",
@@ -115,20 +98,15 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def without_closure(optimizer: torch.optim.Optimizer) -> JobError:
-    """Return the error for an optimizer with a step() that needs a closure."""
-    return JobError(
-        given=f"optimizer {type(optimizer).__name__}",
-        conflict="its step() needs a closure that evaluates the loss again, and a step's samples are read once",
-        remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
-    )
-
-
 def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError:
     """Return the error to report for an exception from the optimizer's step."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     if "closure" in str(error) or any("closure(" in (frame.line or "") for frame in last):
-        return without_closure(optimizer)
+        return JobError(
+            given=f"optimizer {type(optimizer).__name__}, whose step() needs a closure but does not say so",
+            conflict="shoal gives a closure to optimizers that state the need: others compute the loss once",
+            remedy="write step(self, closure) without a default, or begin step() with: assert closure is not None",
+        )
     if "DTensor" in str(error):
         refusal = JobError(
             given=f"optimizer {type(optimizer).__name__}, with parameters that are cut over ranks (ZeRO-2 or ZeRO-3)",

@@ -7,6 +7,7 @@ Steps of torch's own optimizers use fused kernels, which a flag on the device ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from shoal.checkpoint.whole_optimizer import (
     step_optimizer,
 )
 from shoal.distributed.failures import user_error
-from shoal.errors import JobError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics import device_reads
 from shoal.numerics.generators import all_generators, seed_everything
@@ -43,11 +44,12 @@ from shoal.numerics.gradient_norm import (
     settled,
 )
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy, refuse_weight
+from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, StepSums, Strategy, refuse_weight
 from shoal.parallel.model.sharded_model import ShardedModel, laid_out, local, replaced, state_slices
 from shoal.parallel.shard.one_copy import BY_ELEMENT
 from shoal.plans.grains import random_key
 from shoal.training.observer import Observer
+from shoal.training.update.closure import Closure, needs_closure
 from shoal.training.update.job_optimizer import refuse_divided, step_error
 from shoal.training.update.lr_schedule import Schedule
 
@@ -491,10 +493,11 @@ class Stepper:
             if was != now:
                 group[OWN_RATE] = True
 
-    def step(self, number: int, *, refuse_noise: bool = False) -> None:
-        """Step the optimizer with the random numbers of step `number`.
+    def step(self, number: int, *, refuse_noise: bool = False, closure: Callable[[], Tensor] | None = None) -> None:
+        """Step the optimizer with the random numbers of step `number`. `closure`: for an optimizer that needs it.
 
-        Raises: UserCodeError; JobError if `refuse_noise` and the optimizer has drawn random numbers.
+        Raises: UserCodeError; JobError if `refuse_noise` and the optimizer has drawn random numbers; errors of the
+        closure.
         """
         try:
             if not self._exact and self._direct is not None and self._direct.take():  # draws nothing
@@ -508,8 +511,8 @@ class Stepper:
         before = all_generators() if refuse_noise else None
         seen = (rates_seen(self._parts), self._trained()) if draws else None
         try:
-            if self._exact:
-                step_optimizer(self._optimizer)
+            if self._exact or closure is not None:
+                step_optimizer(self._optimizer, closure)
             else:
                 with fused(self._optimizer):
                     step_optimizer(self._optimizer)
@@ -518,6 +521,8 @@ class Stepper:
                     self._num_learnt += 1
                     if self._num_learnt >= _MOST_LEARNT:
                         self._direct = None
+        except ShoalError:
+            raise
         except Exception as error:
             raise step_error(self._optimizer, error) from error
         if seen is not None:
@@ -601,27 +606,76 @@ class Updater:
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, including one that has raised before its end
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
+        self.needs_closure = needs_closure(optimizer)
 
     def step(
-        self, loss: float, weight: float, loss_scale: LossScale, progress: Progress, norm: float | None = None
+        self,
+        loss: float,
+        weight: float,
+        loss_scale: LossScale,
+        progress: Progress,
+        norm: float | None = None,
+        *,
+        again: Callable[[], StepSums] | None = None,
     ) -> Update:
         """Divide the summed gradients by `weight` and the loss factor, clip them, and step the optimizer.
 
         A skipped update changes nothing. `loss`: the mean loss over the global batch. `norm`: the value of
-        `norm_tensor` for all gradients if it is known, which counts each trainable parameter once.
-        Raises: LossError for a weight that is not valid.
-        Collective: as `norm` and `update` of the division.
+        `norm_tensor` for all gradients if it is known, which counts each trainable parameter once. `again`: computes
+        loss and summed gradients at the parameters' present values, for an optimizer that needs a closure.
+        Raises: LossError for a weight that is not valid; errors of `again`.
+        Collective: as `norm` and `update` of the division, and as `again`.
         """
         rate = self.stepper.set_rates(progress)
         if not 0.0 < weight < math.inf and refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
             return Update(0.0, rate, "weightless")
-        scale = 1.0 / loss_scale.factor(self._job.global_batch) / weight
         is_observed = self._observer.looks
         if is_observed:
-            self._observer.reduced(loss, weight, scale)
+            self._observer.reduced(loss, weight, 1.0 / loss_scale.factor(self._job.global_batch) / weight)
+        norm, skipped = self._mean_gradient(loss, weight, loss_scale, progress, norm)
+        if skipped is not None:
+            return Update(norm, rate, skipped)
+        if is_observed:
+            self._division.gradients_settle()
+            self._observer.clipped(norm)
+        self.num_begun += 1
+        closure = None
+        if self.needs_closure:
+            assert again is not None, "only the trainer steps such an optimizer"
+            closure = Closure(
+                [p for p, _ in self._parameters],
+                loss,
+                again,
+                lambda loss, weight: self._mean_gradient(loss, weight, loss_scale, progress, skips=False),
+            )
+        step = functools.partial(self.stepper.step, progress.step, refuse_noise=self._divides_state, closure=closure)
+        self._division.update(step)
+        if self._compression is not None:  # the withheld part of the gradients changes only now
+            self._compression.commit()
+        if not self._judged:
+            refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
+            tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
+            state_slices(self._sharded_model, tensors)
+            self._judged = True
+        return Update(norm, rate, None)
+
+    def _mean_gradient(
+        self,
+        loss: float,
+        weight: float,
+        loss_scale: LossScale,
+        progress: Progress,
+        norm: float | None = None,
+        *,
+        skips: bool = True,
+    ) -> tuple[float, str | None]:
+        """Turn the summed gradients into the clipped mean. Return its norm before clipping, and why it is `judged` bad.
+
+        `skips`: leave a bad gradient as it is. Collective: as `norm` of the division.
+        """
         self._division.own_gradients()
         gradients, counted = self._gradients()
-        rest = scale
+        rest = scale = 1.0 / loss_scale.factor(self._job.global_batch) / weight if weight else 0.0
         if self._hooks.by_name:  # hooks see the mean, as on one process with the whole batch
             if gradients:
                 torch._foreach_mul_(gradients, scale)
@@ -631,26 +685,14 @@ class Updater:
         own = global_norm(counted) if norm is None else settled(counted, norm)
         norm = self._division.norm(own) * abs(rest)
         skipped = judged(loss, norm, scale, loss_scale)
-        if skipped is not None:
-            return Update(norm, rate, skipped)
+        if skipped is not None and skips:
+            return norm, skipped
         rest *= clipping(self._job.clip_norm, norm)
         if gradients and rest != 1.0:  # exactly 1 if each of 2^n samples has weight 1
             torch._foreach_mul_(gradients, rest)
         if self._job.clip_value is not None:
             clip_values(gradients, self._job.clip_value)
-        if is_observed:
-            self._division.gradients_settle()
-            self._observer.clipped(norm)
-        self.num_begun += 1
-        self._division.update(lambda: self.stepper.step(progress.step, refuse_noise=self._divides_state))
-        if self._compression is not None:  # the withheld part of the gradients changes only now
-            self._compression.commit()
-        if not self._judged:
-            refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
-            tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
-            state_slices(self._sharded_model, tensors)
-            self._judged = True
-        return Update(norm, rate, None)
+        return norm, None
 
     @property
     def queues(self) -> bool:

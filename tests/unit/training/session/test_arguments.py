@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object of another trainer": (of_accelerate, "give the object itself, as it was before that"),
     "LBFGS": (
         lambda: (m := line(), torch.optim.LBFGS(m.parameters())),
-        "needs a closure that evaluates the loss again",
+        "whose step() needs a closure",
     ),
     "a class": (lambda: nn.Linear, "a class Linear"),
     "a function": (lambda: line, "it is no model, optimizer or scheduler of torch"),

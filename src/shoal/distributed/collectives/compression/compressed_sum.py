@@ -26,8 +26,8 @@ from shoal.distributed.collectives.compression.codecs import (
     TopK,
 )
 from shoal.plans.accounting.all_reduce import NUM_COMPARED
-from shoal.plans.legal import FED_BACK
 from shoal.plans.plan import CompressionSection
+from shoal.plans.rules import FED_BACK
 
 # Values whose energies are compared separately if a scheme sends something of every value: one huge value must not hide
 # the errors of all others.
