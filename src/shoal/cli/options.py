@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shoal.runs.options import Course, option, switch
 
@@ -16,115 +16,43 @@ if TYPE_CHECKING:
     from shoal.jobs.settings import Setting
     from shoal.plans import Plan
 
-T = TypeVar("T")
-
-
-def _job(**more: Any) -> Any:
-    return option(
-        "take the job from this function of a Python file (default: job)", "JOBFILE[:FUNCTION]", "job", **more
-    )
-
-
-def _launcher(page: str, **more: Any) -> Any:
-    return option(
-        "start the script as this launcher does (default: torchrun)",
-        default="torchrun",
-        choices=["torchrun", "accelerate", "deepspeed", "python"],
-        page=page,
-        refused="another name; a job",
-        **more,
-    )
-
-
+_JOB = ("take the job from this function of a Python file (default: job)", "JOBFILE[:FUNCTION]", "job")
 _PRECISION = ("compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says)", "P")
 _SET = ("set a parameter of the job function, or a key below it: model.width=64", "K=V")
 _CONFIG = ("read settings from a YAML, TOML or JSON file, below --set and later files", "FILE")
 _SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
-_PATH = "PathText | None"
 _CPU = "run a script that is written for GPUs on processes of the CPU"
+_BATCH = ("fill {batch} of a script with N, the samples of one process (default: 8)", "N")
+_LAUNCHER: dict[str, Any] = {
+    "text": "start the script as this launcher does (default: torchrun)",
+    "default": "torchrun",
+    "choices": ["torchrun", "accelerate", "deepspeed", "python"],
+}
+_JSON = "print one JSON object and nothing else"
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """Options that name a training and its devices."""
 
-    job: str | JobRequest = _job(  # noqa: RUF009  (a field, as the others)
-        default=MISSING,
-        keyword="JobLike",
-        page="a Python file and its function",
-        refused="no such file or function, a file that raises",
-    )
+    job: str | JobRequest = option(*_JOB, default=MISSING)
     started_at: float = field(default_factory=time.time)  # start of the command; not an option
-    plan: str | Plan | None = option(  # noqa: RUF009
-        "lay the run out as this TOML file says, or as the planner finds best (default: data parallel)",
-        "FILE|auto",
-        keyword="PathText | Plan | Answer | Candidate | None",
-        call='a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in',
-        page="a plan as TOML; `auto`: [the planner's best](plan.md#one-command)",
-        refused="unknown keys, wrong values, all at once",
+    plan: str | Plan | None = option(
+        "lay the run out as this TOML file says, or as the planner finds best (default: data parallel)", "FILE|auto"
     )
     devices: int | str | None = option(
         "use N processes, one a GPU or on the CPU (default: all GPUs, or 1)", "N", least=1
     )
-    exact: bool | None = switch(
-        "compute the same bits on any number of devices, at some cost",
-        default=None,
-        page="over the plan's `execution.exact`",
-        refused="as `execution.exact`",
-    )
-    precision: str | None = option(
-        *_PRECISION,
-        page="`fp32`, `bf16`, `bf16-pure`, `fp16`; over the plan's section. Unset, on a GPU with tensor cores, float32 "
-        "[as torch computes it](how-to/large-models.md#precision-on-a-gpu)",
-        refused="an unknown name",
-    )
-    set: tuple[str | tuple[str, Setting], ...] = option(
-        *_SET,
-        default=(),
-        action="append",
-        keyword=None,
-        page="a parameter of the job function",
-        refused="unknown names, wrong types, two values of one; with `--resume` other values, but of "
-        "[the length](fine-tuning.md)",
-    )
-    config: tuple[str, ...] = option(
-        *_CONFIG,
-        default=(),
-        action="append",
-        keyword="PathText | Sequence[PathText]",
-        call="YAML, TOML or JSON files with settings; later ones, and settings, override earlier ones",
-        page="a YAML, TOML or JSON file with [settings](jobs.md#settings); `--set` and later files override it",
-        refused="another kind of file, a key that is there twice, names and types as for `--set`",
-    )
-    out: str | None = option(
-        "write into this directory (default: runs/NAME or runs/NAME-verify)",
-        "DIR",
-        keyword=_PATH,
-        call="the run directory, or its address (s3://...); default: runs/NAME",
-        page="the run directory, or [an address](engines/addresses.md) such as `s3://bucket/run`; without it "
-        "`runs/NAME`, then `runs/NAME-2`",
-        refused="one that holds a run, without `--resume`; an address that nothing reaches",
-    )
+    exact: bool | None = switch("compute the same bits on any number of devices, at some cost", default=None)
+    precision: str | None = option(*_PRECISION)
+    set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append")
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append")
+    out: str | None = option("write into this directory (default: runs/NAME or runs/NAME-verify)", "DIR")
     max_microbatch: int | None = option(
-        "put at most N samples in one forward (default: as many as fit the plan)",
-        "N",
-        least=1,
-        page="the most samples in one forward, in whole grains",
-        refused="fewer than a grain has",
+        "put at most N samples in one forward (default: as many as fit the plan)", "N", least=1
     )
-    share_gpu: bool = switch(
-        "let several processes share a GPU, over Gloo and slowly, for tests",
-        page="processes share the GPUs, for tests: their collectives go [through the host](verify.md#on-one-gpu), "
-        "over Gloo",
-        refused="a CUDA graph; a plan of the planner, or a range of devices; noted: no GPU",
-    )
-    workers: int | None = option(
-        "load data with N processes per rank (default: 0)",
-        "N",
-        least=0,
-        page="over the plan's `data.workers`",
-        refused="as `data.workers`",
-    )
+    share_gpu: bool = switch("let several processes share a GPU, over Gloo and slowly, for tests")
+    workers: int | None = option("load data with N processes per rank (default: 0)", "N", least=0)
 
 
 @dataclass(frozen=True)
@@ -136,47 +64,18 @@ class RunOptions(Course, TrainingOptions):
         "N|LEAST:MOST|auto",
         least=1,
         between=True,
-        call="number of processes, one a GPU or on the CPU; default: all GPUs, or 1",
-        keyword="int | None",
-        page="processes, along the data axis; `4:16` takes [as many as there "
-        "are](engines/index.md#as-many-as-there-are) between the two; `auto`: as many as pay off; "
-        "with `--resume` of a divided run, along its own axes",
-        refused="another number than a plan or a launcher has, or than there are; a range with a plan; noted: another "
-        "layout than the run's",
     )
-    layout: str | None = option(
-        "divide the run along these axes, in place of --plan: data=2,tensor=2",
-        "AXIS=N,...",
-        page="the plan's degrees, in place of `--plan`: `data=2,tensor=2`",
-        refused="an unknown axis; `--plan` beside it",
-    )
+    layout: str | None = option("divide the run along these axes, in place of --plan: data=2,tensor=2", "AXIS=N,...")
     cluster: str | None = option(
-        "plan for this cluster with --plan auto, as shoal plan does (default: this machine)",
-        "C",
-        page="with `--plan auto`: the cluster that is planned for, as for `shoal plan`; without it this machine, or "
-        "the hosts of `--on hosts:`",
-        refused="without `--plan auto` or `--devices auto`; an unknown name; without `--on` or `--dry-run`, devices "
-        "that are not here",
+        "plan for this cluster with --plan auto, as shoal plan does (default: this machine)", "C"
     )
-    verify: bool = switch(
-        "verify two steps as shoal verify does before the run",
-        keyword=None,
-        page="before the run, two steps of it are [verified](verify.md), in `DIR-verify` or `runs/NAME-verify`",
-        refused="a divergence",
-    )
+    verify: bool = switch("verify two steps as shoal verify does before the run")
     on: str = option(
         "start the ranks here or on an engine, such as slurm:--time=60 (default: local)",
         "ENGINE[:OPTIONS]",
         default="local",
-        call='where the ranks are started: "local", or an engine with its options, "slurm:--time=60"',
-        page="where ranks start: `local`, or an engine with its options after a colon",
-        refused="another name; options that the engine does not take",
     )
-    dry_run: bool = switch(
-        "print what would be started or submitted, and end",
-        keyword=None,
-        page="prints what would be started or submitted, and ends",
-    )
+    dry_run: bool = switch("print what would be started or submitted, and end")
     address: str | None = None  # of the run directory if `out` is a working copy; not an option
 
 
@@ -184,40 +83,15 @@ class RunOptions(Course, TrainingOptions):
 class VerifyOptions(TrainingOptions):
     """Options of `shoal verify`."""
 
-    job: str | JobRequest | None = _job(  # type: ignore[assignment]  # noqa: RUF009  (a field, as the others)
-        default=None, nargs="?", page="a Python file and its function", refused="no such file, a file that raises"
-    )
-    steps: int | None = option(
-        "compare K steps (default: 3, of a script 10)", "K", least=1, page="steps; without it 3, of a script 10"
-    )
+    job: str | JobRequest | None = option(*_JOB, nargs="?")  # type: ignore[assignment]
+    steps: int | None = option("compare K steps (default: 3, of a script 10)", "K", least=1)
     script: str | None = option(
-        "check this training script as it is, in place of a job: 'train.py --batch-size {batch}'",
-        "COMMAND",
-        page="[a training script](scripts.md) and its arguments, in place of a job; `{batch}` and `{devices}` are "
-        "filled in",
-        refused="a job beside it; options that only a job has; a script that is not there",
+        "check this training script as it is, in place of a job: 'train.py --batch-size {batch}'", "COMMAND"
     )
-    launcher: str = _launcher(
-        "of a script: whose environment its processes get; `python`: the script starts them itself"
-    )
-    batch: int | None = option(
-        "fill {batch} of a script with N, the samples of one process (default: 8)",
-        "N",
-        least=1,
-        page="of a script: what `{batch}` is filled with; without it 8",
-        refused="0; a job",
-    )
-    cpu: bool = switch(
-        _CPU,
-        page="of a script that is [written for GPUs](scripts.md#on-a-machine-without-gpus): it runs on processes of "
-        "the CPU",
-        refused="a job; CUDA graphs, GPU kernels",
-    )
-    keep: bool = switch(
-        "keep what was recorded of a script: inputs, gradients, weights",
-        page="of a script: the recorded tensors stay in `DIR/tensors`",
-        refused="a job",
-    )
+    launcher: str = option(**_LAUNCHER)
+    batch: int | None = option(*_BATCH, least=1)
+    cpu: bool = switch(_CPU)
+    keep: bool = switch("keep what was recorded of a script: inputs, gradients, weights")
 
 
 @dataclass(frozen=True)
@@ -229,202 +103,97 @@ class PlanOptions:
         "JOBFILE[:FUNCTION]|hf:DIR",
         "job",
         nargs="?",
-        page="a Python file and its function, or `hf:DIR` with a `config.json`",
-        refused="no such file or function, a file that raises; no configuration, an unknown architecture",
     )
-    cluster: str = option(
-        "plan for 8xH100, 4x8xA100, FILE.toml or here (default: here)",
-        "C",
-        default="here",
-        page="a name of the catalogue, a TOML file, or here",
-        refused="an unknown name",
-    )
+    cluster: str = option("plan for 8xH100, 4x8xA100, FILE.toml or here (default: here)", "C", default="here")
     aim: str = option(
         "prefer the fastest, the cheapest, the cheapest that ends the job in time (deadline=2h), or the fewest or most "
         "devices that keep 80%% of the best throughput per device (efficiency=0.8, widest=0.8) (default: fastest)",
         "A",
         default="fastest",
-        page="which plan is [best](plan.md#aims)",
-        refused="an unknown aim",
     )
-    max_devices: int | None = option(
-        "use at most N devices (default: all of the cluster)", "N", least=1, page="no more devices", refused="0"
-    )
+    max_devices: int | None = option("use at most N devices (default: all of the cluster)", "N", least=1)
     script: str | None = option(
-        "plan this training script as it is, in place of a job: 'train.py --batch-size {batch}'",
-        "COMMAND",
-        keyword=None,
-        page="[a training script](plan.md#a-script) and its arguments, in place of a job",
-        refused="a job beside it; options that only a job has; a script that is not there",
+        "plan this training script as it is, in place of a job: 'train.py --batch-size {batch}'", "COMMAND"
     )
-    launcher: str = _launcher("as for `shoal verify`", keyword=None)
-    cpu: bool = switch(_CPU, keyword=None, page="as for `shoal verify`", refused="a job")
-    seq: int | None = option(
-        "plan hf:DIR for sequences of N tokens",
-        "N",
-        least=1,
-        page="of `hf:DIR`, tokens of a sequence",
-        refused="a job file; 0",
-    )
+    launcher: str = option(**_LAUNCHER)
+    cpu: bool = switch(_CPU)
+    seq: int | None = option("plan hf:DIR for sequences of N tokens", "N", least=1)
     batch: int | None = option(
-        "plan hf:DIR for N sequences or images a step, or fill {batch} of a script with N (default: 8)",
-        "N",
-        least=1,
-        page="of `hf:DIR`, sequences or images of a step; of a script, what `{batch}` is filled with",
-        refused="a job file; 0",
+        "plan hf:DIR for N sequences or images a step, or fill {batch} of a script with N (default: 8)", "N", least=1
     )
-    precision: str | None = option(*_PRECISION, page="as for `shoal run`")
-    set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append", page="as for `shoal run`")
-    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
+    precision: str | None = option(*_PRECISION)
+    set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append")
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append")
     mtbf: str | float | None = option(
-        "expect a failure of a device each HOURS on average (default: no failures)",
-        "HOURS",
-        page="hours between failures of a device",
-        refused="0",
+        "expect a failure of a device each HOURS on average (default: no failures)", "HOURS"
     )
     price: str | float | None = option(
-        "count DOLLARS (US) for a device-hour (default: the catalogue's price)",
-        "DOLLARS",
-        page="US dollars of a device-hour, over the catalogue's",
-        refused="0",
+        "count DOLLARS (US) for a device-hour (default: the catalogue's price)", "DOLLARS"
     )
     tokens: str | float | None = option(
-        "estimate time and cost of N tokens, such as 1e12 (default: the job's length)",
-        "N",
-        page="the job's length in tokens",
-        refused="0; samples that are no tokens",
+        "estimate time and cost of N tokens, such as 1e12 (default: the job's length)", "N"
     )
-    samples: str | float | None = option(
-        "estimate time and cost of N samples (default: the job's length)", "N", refused="0; `--tokens` beside it"
-    )
-    output: str | None = option(
-        "write the plan to FILE, for shoal run --plan",
-        "FILE",
-        "-o",
-        "--output",
-        page="writes the plan",
-        refused="a folder",
-    )
+    samples: str | float | None = option("estimate time and cost of N samples (default: the job's length)", "N")
+    output: str | None = option("write the plan to FILE, for shoal run --plan", "FILE", "-o", "--output")
     emit: str | None = option(
         "also write the best layout for accelerate, deepspeed, torchtitan, megatron, lightning or fsdp2 as its own "
         "configuration, into FILE or below the answer",
         "NAME[=FILE]",
-        page="also plans for another framework, and writes [its configuration](plan.md#other-frameworks): "
-        "`accelerate`, `deepspeed`, `torchtitan`, `megatron`, `lightning`, `fsdp2`",
-        refused="another name; a folder; no layout of its that fits",
     )
-    html: str | None = option(
-        "write an HTML page with the curve, the waterfalls and every reason to FILE",
-        "FILE",
-        page="writes a page",
-        refused="a folder",
-    )
-    more: bool = switch(
-        "also other layouts, the parts of a step and of memory, assumptions",
-        page="also prints other layouts, the parts of a step and of memory, what would change it, and assumptions",
-    )
-    learn: tuple[str, ...] | None = option(
-        "correct later predictions by what these runs took",
-        "RUNDIR",
-        nargs="+",
-        page="corrects predictions by these runs",
-        refused="any other option, a job",
-    )
+    html: str | None = option("write an HTML page with the curve, the waterfalls and every reason to FILE", "FILE")
+    more: bool = switch("also other layouts, the parts of a step and of memory, assumptions")
+    learn: tuple[str, ...] | None = option("correct later predictions by what these runs took", "RUNDIR", nargs="+")
 
 
-_STEP = "take the checkpoint of this step, the last one, or the best by the job's metric (default: last)"
-_RUN = "read the weights of this run directory or checkpoint"
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions:
+    """Options that name the weights of a run."""
+
+    run: str = option("read the weights of this run directory or checkpoint", "RUN", "run", default=MISSING)
+    step: str = option(
+        "take the checkpoint of this step, the last one, or the best by the job's metric (default: last)",
+        "STEP",
+        default="last",
+    )
+    ema: bool = switch("take the averaged weights of a run with the callback EMA")
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(WeightsOptions):
     """Options of `shoal export`."""
 
-    run: str = option(_RUN, "RUN", "run", default=MISSING, refused="no checkpoint; a damaged one, by name")
-    output: str | None = option(
-        "write into this new folder (default: RUN/export)",
-        "DIR",
-        "-o",
-        "--output",
-        page="a new folder; without it `RUN/export`",
-        refused="one that has files",
-    )
-    step: str = option(
-        _STEP, "STEP", default="last", page="`last`, `best`, or the step of a checkpoint", refused="a step without one"
-    )
-    ema: bool = switch(
-        "take the averaged weights of a run with the callback EMA",
-        page="the averaged weights of a run with `shoal.EMA`",
-        refused="a run without",
-    )
-    max_shard_size: str = option(
-        "write at most SIZE bytes to a file (default: 5GB)",
-        "SIZE",
-        default="5GB",
-        page="the most bytes in a file; GB is 10⁹, GiB 2³⁰",
-        refused="what is no size",
-    )
+    output: str | None = option("write into this new folder (default: RUN/export)", "DIR", "-o", "--output")
+    max_shard_size: str = option("write at most SIZE bytes to a file (default: 5GB)", "SIZE", default="5GB")
     dtype: str | None = option(
-        "convert floating-point tensors (default: as they were trained)",
-        choices=["bfloat16", "float16", "float32"],
-        page="`bfloat16`, `float16` or `float32`, for floating-point tensors",
-        refused="another",
+        "convert floating-point tensors (default: as they were trained)", choices=["bfloat16", "float16", "float32"]
     )
-    tokenizer: str | None = option(
-        "copy the tokenizer's files from this folder",
-        "DIR",
-        page="copies the tokenizer's files from a folder",
-        refused="a folder without any",
-    )
+    tokenizer: str | None = option("copy the tokenizer's files from this folder", "DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsOfJobOptions(WeightsOptions):
+    """Options that name a job and the weights of a run of it."""
+
+    job: str | JobRequest = option(*_JOB, default=MISSING)
+    set: tuple[str | tuple[str, Setting], ...] = option(*_SET_AS_RUN, default=(), action="append")
+    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append")
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(WeightsOfJobOptions):
     """Options of `shoal evaluate`."""
 
-    job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model, no `eval_data`")  # noqa: RUF009  (a field, as the others)
-    run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
-    step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
-    ema: bool = switch("take the averaged weights of a run with the callback EMA", page="as for `shoal export`")
-    devices: int | None = option(
-        "use N processes, one a GPU or on the CPU (default: all GPUs, or 1)",
-        "N",
-        least=1,
-        page="processes, along the axes of the run",
-        refused="more data ranks than grains",
-    )
-    set: tuple[str | tuple[str, Setting], ...] = option(
-        *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
-    )
-    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
-    json: bool = switch("print one JSON object and nothing else", page="prints one JSON object")
+    devices: int | None = option("use N processes, one a GPU or on the CPU (default: all GPUs, or 1)", "N", least=1)
+    json: bool = switch(_JSON)
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
     """Options of `shoal doctor`."""
 
-    run: str | None = option(
-        "examine this run directory (default: this machine)",
-        "RUN",
-        "run",
-        nargs="?",
-        page="a run directory; without one this machine is examined ([doctor](doctor.md))",
-        refused="one where no run began, or with records of fewer than four steps",
-    )
-    job: str | None = option(
-        "ask the planner about the run's job, and run it with --try",
-        "JOBFILE[:FUNCTION]",
-        page="the run's job, a Python file and its function: the planner is asked about it, and `--try` runs it",
-        refused="without a run",
-    )
-    set: tuple[str | tuple[str, Setting], ...] = option(
-        *_SET_AS_RUN,
-        default=(),
-        action="append",
-        page="as for `shoal run`; others as the run's",
-        refused="without `--job`",
-    )
+    run: str | None = option("examine this run directory (default: this machine)", "RUN", "run", nargs="?")
+    job: str | None = option("ask the planner about the run's job, and run it with --try", "JOBFILE[:FUNCTION]")
+    set: tuple[str | tuple[str, Setting], ...] = option(*_SET_AS_RUN, default=(), action="append")
     try_out: bool = option(
         "run the three best remedies for some steps, beside the run as it is",
         None,
@@ -432,93 +201,40 @@ class DoctorOptions:
         default=False,
         action="store_true",
         dest="try_out",
-        page="runs the three best remedies for some steps, beside the run as it is",
-        refused="without a run, without `--job`, where the job does not run",
     )
     steps: int | None = option(
         "train N steps in each trial of --try (default: 40, or more for rare events), or of a script (20)",
         "N",
         least=10,
-        page="with `--try`: steps of each trial (40, or three evaluations or checkpoints, or two of rarer ones; 400 "
-        "at most); of a script 20",
-        refused="fewer than 10; without a run or a script",
     )
     script: str | None = option(
-        "examine this training script as it is, in place of a run: 'train.py --batch-size {batch}'",
-        "COMMAND",
-        page="[a training script](doctor.md#a-script) and its arguments, in place of a run",
-        refused="a run beside it; options that only a run has; a script that is not there",
+        "examine this training script as it is, in place of a run: 'train.py --batch-size {batch}'", "COMMAND"
     )
-    devices: int | str | None = option(
-        "run a script on N processes (default: all GPUs, or 2)",
-        "N",
-        least=1,
-        page="of a script: its processes; without it all GPUs, or 2",
-        refused="0; without a script",
-    )
-    launcher: str = _launcher("as for `shoal verify`")
-    batch: int | None = option(
-        "fill {batch} of a script with N, the samples of one process (default: 8)",
-        "N",
-        least=1,
-        page="as for `shoal verify`",
-        refused="0; without a script",
-    )
-    cpu: bool = switch(_CPU, page="as for `shoal verify`: these are times of the CPU", refused="without a script")
+    devices: int | str | None = option("run a script on N processes (default: all GPUs, or 2)", "N", least=1)
+    launcher: str = option(**_LAUNCHER)
+    batch: int | None = option(*_BATCH, least=1)
+    cpu: bool = switch(_CPU)
     out: str | None = option(
-        "write doctor.json and the output of a script's ranks here (default: runs/NAME-doctor)",
-        "DIR",
-        page="of a script: the directory of `doctor.json`; without it `runs/NAME-doctor`",
-        refused="one that holds a run; without a script",
+        "write doctor.json and the output of a script's ranks here (default: runs/NAME-doctor)", "DIR"
     )
     hosts: str | None = option(
-        "try ports between these hosts over ssh, with options of ssh behind them",
-        "A,B[ OPTIONS]",
-        page="tries ports between these hosts, which ssh reaches; options of ssh behind them",
-        refused="fewer than two, one twice, with a run, a host that ssh or shoal does not start on",
+        "try ports between these hosts over ssh, with options of ssh behind them", "A,B[ OPTIONS]"
     )
-    folder: str = option(
-        "try the disk of this folder (default: runs)",
-        "DIR",
-        default="runs",
-        page="where runs are written, for the trial of the disk",
-    )
-    json: bool = switch("print one JSON object and nothing else", page="prints one JSON object")
+    folder: str = option("try the disk of this folder (default: runs)", "DIR", default="runs")
+    json: bool = switch(_JSON)
 
 
 @dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(WeightsOfJobOptions):
     """Options of `shoal predict`."""
 
-    job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model")  # noqa: RUF009  (a field, as the others)
-    run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
     output: str | None = option(
-        "write this new file, .npz or .safetensors (default: RUN/predictions.npz)",
-        "FILE",
-        "-o",
-        "--output",
-        page="a new file, `.npz` or `.safetensors`; without it `RUN/predictions.npz`",
-        refused="one that is there; another kind",
+        "write this new file, .npz or .safetensors (default: RUN/predictions.npz)", "FILE", "-o", "--output"
     )
     data: str | None = option(
-        "predict eval, train or one of several evaluation sets by its name (default: eval)",
-        "NAME",
-        page="`eval`, `train`, or one of several evaluation sets",
-        refused="what the job has not",
+        "predict eval, train or one of several evaluation sets by its name (default: eval)", "NAME"
     )
-    step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
-    ema: bool = switch("take the averaged weights of a run with the callback EMA", page="as for `shoal export`")
-    devices: int | None = option(
-        "use N processes, each with the whole model (default: 1)",
-        "N",
-        least=1,
-        page="processes, each with the whole model; by default 1",
-        refused="more than the job has grains",
-    )
-    set: tuple[str | tuple[str, Setting], ...] = option(
-        *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
-    )
-    config: tuple[str, ...] = option(*_CONFIG, default=(), action="append", page="as for `shoal run`")
+    devices: int | None = option("use N processes, each with the whole model (default: 1)", "N", least=1)
 
 
 @dataclass(frozen=True)
@@ -526,25 +242,12 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = option(
-        "read this run directory; of several the page says what differs",
-        "RUN",
-        "runs",
-        default=(),
-        nargs="+",
-        page="run directories",
-        refused="one where no run began",
+        "read this run directory; of several the page says what differs", "RUN", "runs", default=(), nargs="+"
     )
     output: str | None = option(
-        "write the page to FILE (default: RUN/report.html, of several runs report.html)",
-        "FILE",
-        "-o",
-        "--output",
-        page="the page; without it `RUN/report.html`, of several runs `report.html`",
-        refused="a file that cannot be written",
+        "write the page to FILE (default: RUN/report.html, of several runs report.html)", "FILE", "-o", "--output"
     )
-    json: bool = switch(
-        "print the account as JSON and nothing else", page="prints the account as JSON and nothing else"
-    )
+    json: bool = switch("print the account as JSON and nothing else")
 
 
 @dataclass(frozen=True)
@@ -557,35 +260,24 @@ class RunsOptions:
         "words",
         default=(),
         nargs="*",
-        page="`list` (default) or `prune` and a folder; `compare`, `show`, `delete` or `reproduce` and runs",
-        refused="a run that is none, that trains, or behind a link",
     )
     sort: str | None = option(
         "order the list by a column: name, began, state, steps, loss, best, time or size; -loss has the largest first "
         "(default: name)",
         "COLUMN",
-        page="order of the list by a column; `--sort=-loss` for the largest first",
-        refused="no column",
     )
     filter: tuple[str, ...] = option(
         "list only runs with this value of a column or setting, such as state=failed; may be repeated",
         "NAME=VALUE",
         default=(),
         action="append",
-        page="only runs with this value of a column or setting",
-        refused="a name that no run has",
     )
-    keep_best: int | None = option(
-        "keep the N best runs, for prune", "N", least=1, page="with `prune`: how many runs stay", refused="0"
-    )
+    keep_best: int | None = option("keep the N best runs, for prune", "N", least=1)
     metric: str | None = option(
-        "compare runs by this metric, for prune (default: the metric that the jobs watch)",
-        "NAME:min|max",
-        page="with `prune`: what is best; by default the metric that the jobs watch",
-        refused="neither `min` nor `max`",
+        "compare runs by this metric, for prune (default: the metric that the jobs watch)", "NAME:min|max"
     )
-    yes: bool = switch("delete without a question", page="deletes without a question")
-    json: bool = switch("print JSON and nothing else", page="prints JSON and nothing else")
+    yes: bool = switch("delete without a question")
+    json: bool = switch("print JSON and nothing else")
 
 
 @dataclass(frozen=True)
@@ -593,43 +285,18 @@ class WatchOptions:
     """Options of `shoal watch`."""
 
     run: str = option(
-        "show the run of this directory, on any host that shares the directory",
-        "RUN",
-        "run",
-        default=MISSING,
-        page="a run directory",
-        refused="one where no run began",
+        "show the run of this directory, on any host that shares the directory", "RUN", "run", default=MISSING
     )
-    once: bool = switch("show the run once, for scripts", page="shows it once")
-    openmetrics: str | None = option(
-        "also write its numbers for Prometheus to FILE, as OpenMetrics text",
-        "FILE",
-        page="also writes its numbers for Prometheus",
-        refused="a file that cannot be written",
-    )
+    once: bool = switch("show the run once, for scripts")
+    openmetrics: str | None = option("also write its numbers for Prometheus to FILE, as OpenMetrics text", "FILE")
 
 
 @dataclass(frozen=True)
 class ResizeOptions:
     """Options of `shoal resize`."""
 
-    run: str = option(
-        "resize the run in this directory, which trains now",
-        "RUN",
-        "run",
-        default=MISSING,
-        page="the directory of a run that trains",
-        refused="one where no run began, or none trains now",
-    )
-    devices: int = option(
-        "continue with N processes",
-        "N",
-        "devices",
-        default=MISSING,
-        least=1,
-        page="processes that it continues with",
-        refused="more than the job's grains or the GPUs; parts of a replica; ranks of an engine",
-    )
+    run: str = option("resize the run in this directory, which trains now", "RUN", "run", default=MISSING)
+    devices: int = option("continue with N processes", "N", "devices", default=MISSING, least=1)
 
 
 @dataclass(frozen=True)
@@ -643,29 +310,8 @@ class BenchOptions:
         default="machine",
         nargs="?",
         choices=["machine", "collectives"],
-        page="`machine` or `collectives`",
-        refused="another word",
     )
-    sizes: str | None = option(
-        "measure collectives of these sizes in bytes (default: 1K to 256M)",
-        "LIST",
-        page="of collectives, in bytes",
-        refused="`machine`; what is no size",
-    )
-    out: str | None = option(
-        "write the cluster file to FILE too, as TOML",
-        "FILE",
-        "-o",
-        "--out",
-        page="writes the file here too",
-        refused="a folder that is not there",
-    )
-    quick: bool = switch(
-        "measure fewer sizes and samples, in about 15 s", page="fewer sizes and samples", refused="`collectives`"
-    )
-    ranks: str | None = option(
-        "measure at most N processes at once (default: one a GPU, or one a core up to 8)",
-        "N",
-        page="the most processes at once",
-        refused="more than the GPUs; 1 for collectives",
-    )
+    sizes: str | None = option("measure collectives of these sizes in bytes (default: 1K to 256M)", "LIST")
+    out: str | None = option("write the cluster file to FILE too, as TOML", "FILE", "-o", "--out")
+    quick: bool = switch("measure fewer sizes and samples, in about 15 s")
+    ranks: str | None = option("measure at most N processes at once (default: one a GPU, or one a core up to 8)", "N")

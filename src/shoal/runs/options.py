@@ -1,4 +1,4 @@
-"""Options: one declaration of each, from which the parser, keywords, the page of settings and the handshake come.
+"""Options: one declaration of each, from which the parser, the handshake of ranks and a resumed run's values come.
 
 This module imports nothing heavy, since `shoal --help` reads it.
 """
@@ -174,10 +174,6 @@ class Option:
         unserved: why a run with parameter servers refuses the option, if it does.
         otherwise: the value if neither the call nor a resumed run sets the option.
         compared: function of the value whose results must be equal on all ranks.
-        keyword: type of the keyword in Python. Default: the field's type. None: the option is no keyword.
-        call: the keyword's meaning in `help(shoal.run)`. Default: `text`.
-        page: the meaning on the page of settings, with links. Default: `text`.
-        refused: for the page of settings, what is refused with the option.
     """
 
     text: str
@@ -190,10 +186,6 @@ class Option:
     unserved: str = ""
     otherwise: Any = None
     compared: Callable[[Any], Any] | None = None
-    keyword: str | None = ""
-    call: str = ""
-    page: str = ""
-    refused: str = ""
 
 
 def option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -316,42 +308,15 @@ class Course:
         least=1,
         saved="stop_after",
         compared=str,
-        refused="noted: beyond the job's length, where nothing is left",
-        page="ends after so many; the schedule stays that of the job's length",
     )
-    resume: bool = switch(
-        "continue from the newest good checkpoint in the run directory",
-        compared=str,
-        page="continues from the newest good checkpoint, also to [another "
-        "length](fine-tuning.md#more-epochs-of-the-same-run)",
-        refused="another job; an end before the checkpoint; noted: settings of torch's optimizers that the "
-        "checkpoint's replace (a learning rate acts)",
-    )
-    resume_if_exists: bool = switch(
-        "resume if the run directory has a run, else start one",
-        page="`--resume` where the run directory has a run, a new run where it has none: for engines that restart it",
-        call="resume from the newest good checkpoint if the directory has a run, else start one",
-    )
-    accept_changes: bool = switch(
-        "continue with --resume although the job was changed",
-        call="with resume: go on although the job was changed",
-        page="with `--resume`: continues although the job was changed, and prints the changes",
-        refused="without `--resume`",
-    )
+    resume: bool = switch("continue from the newest good checkpoint in the run directory", compared=str)
+    resume_if_exists: bool = switch("resume if the run directory has a run, else start one")
+    accept_changes: bool = switch("continue with --resume although the job was changed")
     checkpoint_every: int | None = option(
-        "write a checkpoint every N steps (default: as often as costs 1 %% of the time)",
-        "N",
-        least=1,
-        compared=str,
-        page="steps between checkpoints; the last step always has one",
+        "write a checkpoint every N steps (default: as often as costs 1 %% of the time)", "N", least=1, compared=str
     )
     evaluate_every: int | None = option(
-        "evaluate every N steps (default: after each epoch)",
-        "N",
-        least=1,
-        saved="evaluate_every",
-        compared=str,
-        page="steps between evaluations, instead of one after each epoch; the last step always has one",
+        "evaluate every N steps (default: after each epoch)", "N", least=1, saved="evaluate_every", compared=str
     )
     keep_checkpoints: int | Literal["all"] | None = option(
         "keep the N newest checkpoints, or all (default: 3, or as the resumed run)",
@@ -359,64 +324,35 @@ class Course:
         parse=_number_or_all,
         saved="keep_checkpoints",
         otherwise=3,
-        call='how many of the newest checkpoints are kept, or "all"; default: 3, or as the resumed run',
         compared=str,
-        keyword="int | str | None",
-        page="how many of the newest checkpoints are kept, or `all`; by default as the resumed run, else 3",
-        refused="less than 1",
     )
     require_certificate: str | None = option(
-        "train only what this certificate of shoal verify covers",
-        "FILE",
-        compared=bool,
-        keyword="PathText | None",
-        page="trains only what was verified",
-        refused="a certificate of another job, plan or version",
+        "train only what this certificate of shoal verify covers", "FILE", compared=bool
     )
-    no_source: bool = switch(
-        "do not record the git commit, uncommitted changes, packages and command line",
-        page="records no [source](runs.md#a-run-again): no commit, no uncommitted changes, no packages, no command",
-    )
-    private: bool = switch(
-        "let only you read the run directory (mode 0700)",
-        page="only you may read the run directory (mode 0700); without it your umask decides, and nobody else may "
-        "write there",
-    )
+    no_source: bool = switch("do not record the git commit, uncommitted changes, packages and command line")
+    private: bool = switch("let only you read the run directory (mode 0700)")
     records: Literal["blocks", "all"] | None = option(
         "write a record of each step (all), or beyond step 10,000 of blocks of steps (default: blocks)",
         "blocks|all",
         parse=_blocks_or_all,
         saved="records",
         otherwise="blocks",
-        call='"all": each step has a record; default: "blocks" beyond step 10,000, or as the resumed run',
         compared=str,
-        keyword="str | None",
-        page="`all` writes a record for each step; `blocks` for each of the first 10,000 and then for [blocks of "
-        "steps](run-directory.md#blocks-of-steps); by default as the resumed run, else `blocks`",
-        refused="another word",
     )
-    no_telemetry: bool = switch("write no spans and no step records", compared=str, page="no spans, no step records")
+    no_telemetry: bool = switch("write no spans and no step records", compared=str)
     track: tuple[TrackerName, ...] = option(
         "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be repeated",
         "T[:WHERE]",
         default=(),
         action="append",
         parse=_tracker,
-        call='trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place',
-        keyword="str | Sequence[str]",
-        page="`tensorboard`, `mlflow`, `wandb` or `trackio`, with a place after a colon: [trackers](trackers.md)",
-        refused="another name; a package that is not installed",
     )
-    trace: TraceSteps | None = option(  # noqa: RUF009  (a field, as the others)
+    trace: TraceSteps | None = option(
         "write torch's profile of these steps on all ranks, for Perfetto, such as 10-12",
         "STEPS",
         parse=_steps,
         unserved="a step has no beginning of its own",
-        call='steps to profile for Perfetto, of all ranks: 10 or "10-12"',
         compared=str,
-        keyword="str | int | None",
-        page="steps of which torch's profile is written, `10-12`: [traces](traces.md)",
-        refused="other words, steps below 1; servers; noted: steps that were not trained",
     )
     bad_samples: int | None = option(
         "skip up to N samples that cannot be read, and name them (default: 0, or as the resumed run)",
@@ -425,58 +361,31 @@ class Course:
         saved="bad_samples",
         unserved="there is no step before which all learn of a bad sample",
         otherwise=0,
-        call="skip up to so many samples that cannot be read, and name them; default: 0, or as the resumed run",
         compared=str,
-        page="the most unreadable samples that are skipped and named ([recovery](recovery.md#bad-samples)); by "
-        "default as the resumed run, else 0",
-        refused="less than 0; servers; noted: a stream",
     )
     check_replicas: int | None = option(
         "compare the model's replicas every N steps, and roll back after a flipped bit (default: never)",
         "N",
-        call="compare the model's replicas every so many steps, and roll back after a flipped bit",
         least=1,
         saved="check_replicas",
         compared=str,
-        page="steps between comparisons of the replicas ([recovery](recovery.md#flipped-bits)); by default as the "
-        "resumed run",
-        refused="less than 1; noted: no two ranks with the same of the model",
     )
     max_restarts: int = option(
         "start lost ranks up to N times in a row without a new step; 0 ends the run at a lost rank (default: 5)",
         "N",
         default=5,
         least=0,
-        call="most starts of lost ranks in a row that bring no new step; 0: a lost rank ends the run",
-        page="restarts in a row without a new step; 0: a lost rank ends the run ([recovery](recovery.md))",
-        refused="less than 0",
     )
     init_from: str | None = option(
         "begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder",
         "PATH",
         compared=str,
-        keyword="PathText | None",
-        page="initial weights from a run, a checkpoint, a file or a model folder ([fine-tuning](fine-tuning.md))",
-        refused="nothing there, another model, code in a file, `--resume`",
     )
     init_allow: str | None = option(
-        "let tensors of --init-from be missing, unexpected or mismatched (default: none)",
-        "KINDS",
-        compared=str,
-        call='for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none',
-        page="differences that are allowed: `missing`, `unexpected`, `mismatched`",
-        refused="other words, without `--init-from`",
+        "let tensors of --init-from be missing, unexpected or mismatched (default: none)", "KINDS", compared=str
     )
     init_rename: tuple[str, ...] = option(
-        "rename a prefix of names of --init-from",
-        "OLD=NEW",
-        default=(),
-        action="append",
-        compared=list,
-        call="for init_from: prefixes of names, old to new",
-        keyword="Mapping[str, str] | Sequence[str]",
-        page="`OLD=NEW`, a prefix of names",
-        refused="a prefix that no name has, without `--init-from`",
+        "rename a prefix of names of --init-from", "OLD=NEW", default=(), action="append", compared=list
     )
 
     step: str | None = option(
@@ -486,12 +395,7 @@ class Course:
         parse=_step_mode,
         saved="step",
         otherwise="auto",
-        call='"eager", "graph", "compiled", "compiled-graph", or a trial.json; default: "auto", by a trial',
         compared=str,
-        keyword="PathText | None",
-        page="`eager`, `graph`, `compiled`, `compiled-graph`, a run's `trial.json`, or `auto`, the [fastest by a "
-        "trial](execution.md#the-fastest-step); by default as the resumed run, else `auto`",
-        refused="another word; another mode than a plan file sets; what the plan's keys refuse",
     )
 
     def compared(self) -> dict[str, Any]:

@@ -1,18 +1,23 @@
-"""Each option of a run is declared once: text that is written from it is up to date, and few places name it."""
+"""Each option is declared once: the call and the page name it with its default, and few other places name it."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.unit import option_pages
-from tests.unit.option_pages import CALL, PAGE, ROOT, written_call, written_page
 
+import shoal
+from shoal.cli.commands import COMMANDS
 from shoal.cli.options import RunOptions
 from shoal.errors import CommandError
 from shoal.runs.options import Course, Origin, arguments_of, course_of, declared, options_from
 
+ROOT = Path(__file__).resolve().parents[3]
+# Options of the command alone; `shoal.run` has `settings` and keywords for `--set`.
+OF_THE_COMMAND = ("job", "set", "verify", "dry_run")
 # Modules that carry the options of a run from the command to their uses: none of them names one of these.
 HANDING_ON = {
     *("runs/request.py", "cli/run/description.py", "training/setup/preflight.py", "cli/run/submit.py"),
@@ -21,10 +26,29 @@ HANDING_ON = {
 SINGLE = ("checkpoint_every", "evaluate_every", "keep_checkpoints", "bad_samples", "check_replicas")
 
 
-def test_what_is_written_from_the_declarations_is_up_to_date() -> None:
-    remedy = f"run python -m {option_pages.__name__}"
-    assert CALL.read_text("utf-8") == written_call(CALL.read_text("utf-8")), remedy
-    assert PAGE.read_text("utf-8") == written_page(PAGE.read_text("utf-8")), remedy
+def shown(value: Any) -> str:
+    """A default as the page of settings spells it."""
+    if value is None:
+        return ""
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return f" `{'[]' if value == () else text}`"
+
+
+def test_the_call_has_each_option_with_its_default_and_says_what_it_means() -> None:
+    options = {one.name: one.default for one in declared(RunOptions) if one.name not in OF_THE_COMMAND}
+    keywords = inspect.signature(shoal.run).parameters
+    assert list(keywords) == ["job", "settings", *options, "job_settings"]
+    assert {name: keywords[name].default for name in options} == options
+    rows = re.findall(r"^ *\| `(\w+)` \| .+ \|$", inspect.getdoc(shoal.run) or "", re.MULTILINE)
+    assert rows == ["job", "settings", *options]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"verify"}))  # the table of which says "as for shoal run"
+def test_the_page_of_settings_has_each_option_with_its_default(command: str) -> None:
+    page = (ROOT / "docs" / "settings.md").read_text("utf-8")
+    section = re.split(r"^## ", page.partition(f"\n## shoal {command}\n")[2], flags=re.MULTILINE)[0]
+    rows = re.findall(r"^\| (`.+?) \| .+ \|$", section, re.MULTILINE)
+    assert sorted(rows) == sorted(f"`{one.flag}`{shown(one.default)}" for one in declared(COMMANDS[command].options))
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -65,4 +89,3 @@ def test_options_are_words_of_a_command_and_back() -> None:
 
 def test_each_option_says_what_it_means() -> None:
     assert all(one.option.text and not one.option.text.endswith(".") for one in declared(RunOptions))
-    assert Path(PAGE).name == "settings.md"
