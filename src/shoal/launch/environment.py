@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 FORK_FD = "SHOAL_FORK_FD"  # a socket over which the launcher asks this process to fork ranks
@@ -21,18 +22,6 @@ OWN_GPU = "SHOAL_OWN_GPU"  # set if a rank sees only its own GPU
 
 
 @contextlib.contextmanager
-def inside_run(variables: MutableMapping[str, str]) -> Iterator[None]:
-    """Mark this process, for the duration of the context, as one that runs a job's code."""
-    before = variables.get(INSIDE)
-    variables[INSIDE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del variables[INSIDE]
-
-
-@contextlib.contextmanager
 def defaults(variables: MutableMapping[str, str], values: Mapping[str, str]) -> Iterator[None]:
     """Set the variables that are not yet set to `values` for the duration of the context."""
     added = {name: value for name, value in values.items() if name not in variables}
@@ -42,6 +31,11 @@ def defaults(variables: MutableMapping[str, str], values: Mapping[str, str]) -> 
     finally:
         for name in added:
             variables.pop(name, None)
+
+
+def inside_run(variables: MutableMapping[str, str]) -> AbstractContextManager[None]:
+    """Mark this process, for the duration of the context, as one that runs a job's code."""
+    return defaults(variables, {INSIDE: "1"})
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,17 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))
 
 
+@contextlib.contextmanager
+def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals during the context, and restore their handlers afterwards."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
+
+
 @dataclass
 class Signals:
     """Requests to stop, by the numbers of their signals. If `impatient`, a second one of a kind ends this process.
@@ -81,17 +92,11 @@ class Signals:
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Record signals during the context, without any other effect. Outside the main thread, nothing changes."""
-        if not _in_main_thread():
+        numbers = stop_signals() if _in_main_thread() else ()
+        with handling(numbers, self._handle):
+            if LAUNCHER_PID in os.environ:  # in a rank of a fork server, the signals are blocked until here
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
             yield
-            return
-        before = {n: signal.signal(n, self._handle) for n in stop_signals()}
-        if LAUNCHER_PID in os.environ:  # in a rank of a fork server, the signals are blocked until here
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _in_main_thread() -> bool:
@@ -108,14 +113,9 @@ def pausing(tell: Callable[[int], None]) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGSTOP)
         tell(signal.SIGCONT)
 
-    if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN or not _in_main_thread():
+    is_ignored = signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN
+    with handling(() if is_ignored or not _in_main_thread() else (signal.SIGTSTP,), handle):
         yield
-        return
-    before = signal.signal(signal.SIGTSTP, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTSTP, before)
 
 
 # -------------------------------------------------------------------------------------- without a record of requests
@@ -129,18 +129,13 @@ def exiting(numbers: Iterable[int], code: int | None = None) -> Iterator[None]:
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for again in before:
+        for again in handled:
             signal.signal(again, signal.SIG_IGN)
         sys.exit(128 + number if code is None else code)
 
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, leave)
-    try:
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    with handling(handled, leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def handle_stop_signals(handler: signal.Handlers) -> None:

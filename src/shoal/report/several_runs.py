@@ -9,16 +9,7 @@ from typing import Any
 
 from shoal.jobs.differences import flat
 from shoal.report.account import Account, number, numbers, section
-from shoal.report.curves import (
-    BUCKETS,
-    Chart,
-    PlottedCurve,
-    Reader,
-    at_groups,
-    buckets,
-    metric_reader,
-    thinned,
-)
+from shoal.report.curves import BUCKETS, Chart, PlottedCurve, Reader, at_groups, buckets, metric_reader, thinned
 from shoal.report.html import Table
 from shoal.report.quantities import dollars, rate, seconds, share, short
 from shoal.report.run_page import Part, ReportPage, layout_of

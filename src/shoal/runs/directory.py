@@ -339,9 +339,7 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
     else:
         remedy = f"wait until that has ended, or end it (kill {holder.pid} on {holder.host}), or give another directory"
     return InUseError(
-        given=str(folder),
-        conflict=f"it is in use by {holder} since {holder.since} ({holder.command})",
-        remedy=remedy,
+        given=str(folder), conflict=f"it is in use by {holder} since {holder.since} ({holder.command})", remedy=remedy
     )
 
 

@@ -200,12 +200,7 @@ def ask_planner(
             name = f"{target.target}:{target.function or 'job'}"
             cluster, precision = options.cluster or "here", options.precision
             wanted = PlanOptions(
-                job=name,
-                cluster=cluster,
-                max_devices=most,
-                precision=precision,
-                set=options.set,
-                config=options.config,
+                job=name, cluster=cluster, max_devices=most, precision=precision, set=options.set, config=options.config
             )
             with inside_run(os.environ):
                 answer = answered(wanted, (load(target).job, name), data_only=options.devices == AUTO)

@@ -50,10 +50,7 @@ def describe(
         digests = {
             "files": digests_of(loaded.files, request.what.job.module.folders),
             "data": data_digests(
-                engine.job.train_data,
-                engine.plan.data.workers,
-                engine.evaluator.sources,
-                (saved or {}).get("data", {}),
+                engine.job.train_data, engine.plan.data.workers, engine.evaluator.sources, (saved or {}).get("data", {})
             ),
         }
     watched = loaded.job.watched

@@ -29,15 +29,7 @@ from shoal.jobs.settings import is_below, setting_text, source_of, written
 from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, has_launcher, restarts
 from shoal.launch.signals import Signals, exiting, stop_signals
-from shoal.launch.supervise.child import (
-    Child,
-    OutputRelay,
-    as_command,
-    how_it_ended,
-    in_child,
-    no_answer,
-    rank_lost,
-)
+from shoal.launch.supervise.child import Child, OutputRelay, as_command, how_it_ended, in_child, no_answer, rank_lost
 from shoal.launch.supervise.fork_server import ForkServer
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
@@ -203,12 +195,7 @@ def _judged_request(request: RunRequest, result: dict[str, Any]) -> RunRequest:
     raise error
 
 
-def trained(
-    request: RunRequest,
-    lock: DirectoryLock,
-    signals: Signals,
-    stream: TextIO | None = None,
-) -> RunEnd:
+def trained(request: RunRequest, lock: DirectoryLock, signals: Signals, stream: TextIO | None = None) -> RunEnd:
     """Train with ranks on this host. If a rank is lost, all restart from the newest checkpoint.
 
     `stream`: destination of rank 0's output, default this process's output. The caller handles signals.

@@ -53,15 +53,7 @@ from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.legal import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
-from shoal.runs.attempts import (
-    AttemptLog,
-    EffectiveTime,
-    Events,
-    StartUp,
-    call_began_at,
-    earlier_starts,
-    mtbf_seconds,
-)
+from shoal.runs.attempts import AttemptLog, EffectiveTime, Events, StartUp, call_began_at, earlier_starts, mtbf_seconds
 from shoal.runs.directory import Fence, RunDirectory, guarded_files, read_json, withdraw
 from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS

@@ -8,7 +8,7 @@ from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, INSIDE, LAUNCHER_PID, RESTARTS, Environment
 from shoal.launch.environments.kubernetes import KUBERNETES
 from shoal.launch.environments.mpi import OPEN_MPI, PMI
-from shoal.launch.environments.reader import EnvironmentReader, numbers_of
+from shoal.launch.environments.reader import START_RANKS, EnvironmentReader, numbers_of
 from shoal.launch.environments.slurm import SLURM
 from shoal.launch.environments.torchrun import RAY, SPARK, TORCHRUN
 
@@ -16,8 +16,8 @@ from shoal.launch.environments.torchrun import RAY, SPARK, TORCHRUN
 READERS = (RAY, SPARK, TORCHRUN, OPEN_MPI, PMI, KUBERNETES, SLURM)
 
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", RESTARTS)
-# Variables of launchers that are not supported: the rank and the number of ranks.
-_UNKNOWN = (("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),)
+# Variables of MVAPICH, which is not supported.
+_MVAPICH_RANK, _MVAPICH_SIZE = "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"
 
 
 def detected(variables: Mapping[str, str]) -> Environment | None:
@@ -29,15 +29,13 @@ def detected(variables: Mapping[str, str]) -> Environment | None:
     """
     readings = _read(variables)
     if not readings:
-        for launcher, rank, size in _UNKNOWN:
-            if variables.get(size, "1") != "1":
-                raise LaunchError(
-                    given=f"{rank}={variables.get(rank, '')}, {size}={variables[size]}",
-                    conflict=f"{launcher} has started several processes, and each would train the whole job by itself",
-                    remedy="start one process, with --devices for the ranks of a host, or start the ranks with "
-                    "torchrun, srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
-                )
-        return None
+        if variables.get(_MVAPICH_SIZE, "1") == "1":
+            return None
+        raise LaunchError(
+            given=f"{_MVAPICH_RANK}={variables.get(_MVAPICH_RANK, '')}, {_MVAPICH_SIZE}={variables[_MVAPICH_SIZE]}",
+            conflict="MVAPICH has started several processes, and each would train the whole job by itself",
+            remedy=START_RANKS,
+        )
     inner, environment = readings[0]
     for outer, other in readings[1:]:
         if not _agree(environment, other, nested=inner.nests and _is_started(inner, variables)):

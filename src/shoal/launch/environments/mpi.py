@@ -5,90 +5,55 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from shoal.launch.environment import OWN_GPU, RESTARTS, Environment
 from shoal.launch.environments.reader import EnvironmentReader, numbers_of, port_of, refuse_missing, refuse_outside
 
-_OMPI_RANK, _OMPI_SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-_OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_PMI_RANK, _PMI_SIZE = "PMI_RANK", "PMI_SIZE"
-_PMI_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# Variables with the rank, the world size, the local rank and the local world size.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PROXY = "hydra_pmi_proxy"  # one on each host, the parent of its ranks
 _MOST_PARENTS = 16
 
 
-def _read_open_mpi(variables: Mapping[str, str]) -> Environment | None:
+def _read(variables: Mapping[str, str], *, pmi: bool) -> Environment | None:
     """Read the environment of one of several processes. On several hosts, MASTER_ADDR must name the host of rank 0.
 
-    Tested with Open MPI 4.1. Raises: LaunchError if this or another variable is missing or not a number.
+    Tested with Open MPI 4.1 and MPICH 4.0. Raises: LaunchError if this or another variable is missing or not a number.
     """
-    if numbers_of(variables, [_OMPI_SIZE]).get(_OMPI_SIZE, 1) == 1:
+    names = _PMI if pmi else _OPEN_MPI
+    if numbers_of(variables, names[1:2]).get(names[1], 1) == 1:
         return None
-    refuse_missing(variables, (_OMPI_RANK, _OMPI_SIZE, *_OMPI_LOCAL), "start with mpirun, which sets them")
-    numbers = numbers_of(variables, (_OMPI_RANK, _OMPI_SIZE, *_OMPI_LOCAL, RESTARTS))
-    rank, size, local_rank, local_size = (numbers[name] for name in (_OMPI_RANK, _OMPI_SIZE, *_OMPI_LOCAL))
-    refuse_outside((_OMPI_RANK, rank), (_OMPI_SIZE, size))
+    if pmi and names[0] in variables and "SLURM_STEP_NUM_TASKS" in variables and names[2] not in variables:
+        return None  # srun --mpi=pmi2, whose own variables say more
+    by = "Hydra's mpirun, which sets them, or with torchrun" if pmi else "mpirun, which sets them"
+    refuse_missing(variables, names, f"start with {by}")
+    numbers = numbers_of(variables, (*names, RESTARTS))
+    rank, size, local_rank, local_size = (numbers[name] for name in names)
+    refuse_outside((names[0], rank), (names[1], size))
     if local_size < size:
+        words = "-genv MASTER_ADDR HOST -genv MASTER_PORT PORT" if pmi else "-x MASTER_ADDR=HOST"
         refuse_missing(
             variables,
-            (_OMPI_RANK, _OMPI_SIZE, "MASTER_ADDR"),
-            "write mpirun -x MASTER_ADDR=HOST, with the host of rank 0; or let shoal run --on mpi start mpirun",
+            (*names[:2], "MASTER_ADDR", *(("MASTER_PORT",) if pmi else ())),
+            f"write mpirun {words}, with the host of rank 0; or let shoal run --on mpi start mpirun",
         )
-    job = variables.get("PMIX_NAMESPACE", variables.get("OMPI_MCA_ess_base_jobid", ""))
+    job = "" if pmi else variables.get("PMIX_NAMESPACE", variables.get("OMPI_MCA_ess_base_jobid", ""))
     return Environment(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
         address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        port=port_of(variables, sum(byte * 31**n for n, byte in enumerate(job.encode()))),
+        port=port_of(variables, _proxy() if pmi else sum(byte * 31**n for n, byte in enumerate(job.encode()))),
         own_gpu=OWN_GPU in variables,
         restarts=numbers.get(RESTARTS, 0),
         host=rank // local_size,
         num_hosts=-(-size // local_size),
         engine="mpi",
         job=job,
-    )
-
-
-def _read_pmi(variables: Mapping[str, str]) -> Environment | None:
-    """Read the environment of one of several processes. On several hosts, MASTER_ADDR must name the host of rank 0.
-
-    Tested with MPICH 4.0. Raises: LaunchError if this or another variable is missing or not a number.
-    """
-    size = numbers_of(variables, [_PMI_SIZE]).get(_PMI_SIZE, 1)
-    if size == 1:
-        return None
-    refuse_missing(variables, (_PMI_RANK, _PMI_SIZE), "start with mpirun, which sets them")
-    numbers = numbers_of(variables, (_PMI_RANK, *_PMI_LOCAL, RESTARTS))
-    rank = numbers[_PMI_RANK]
-    refuse_outside((_PMI_RANK, rank), (_PMI_SIZE, size))
-    if "SLURM_STEP_NUM_TASKS" in variables and _PMI_LOCAL[0] not in variables:
-        return None  # srun --mpi=pmi2, whose own variables say more
-    refuse_missing(
-        variables, (_PMI_RANK, _PMI_SIZE, *_PMI_LOCAL), "start with Hydra's mpirun, which sets them, or with torchrun"
-    )
-    local_rank, local_size = (numbers[name] for name in _PMI_LOCAL)
-    if local_size < size:
-        refuse_missing(
-            variables,
-            (_PMI_RANK, _PMI_SIZE, "MASTER_ADDR", "MASTER_PORT"),
-            "write mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT PORT, with the host of rank 0; or let "
-            "shoal run --on mpi start mpirun",
-        )
-    return Environment(
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        port=port_of(variables, _proxy()),
-        own_gpu=OWN_GPU in variables,
-        restarts=numbers.get(RESTARTS, 0),
-        host=rank // local_size,
-        num_hosts=-(-size // local_size),
-        engine="mpi",
     )
 
 
@@ -106,6 +71,6 @@ def _proxy() -> int:
 
 
 OPEN_MPI = EnvironmentReader(
-    "Open MPI's mpirun", _OMPI_RANK, _OMPI_SIZE, _read_open_mpi, nests=True, marks=(_OMPI_SIZE,)
+    "Open MPI's mpirun", *_OPEN_MPI[:2], partial(_read, pmi=False), nests=True, marks=_OPEN_MPI[1:2]
 )
-PMI = EnvironmentReader("MPICH's mpirun", _PMI_RANK, _PMI_SIZE, _read_pmi, nests=True, marks=(_PMI_SIZE,))
+PMI = EnvironmentReader("MPICH's mpirun", *_PMI[:2], partial(_read, pmi=True), nests=True, marks=_PMI[1:2])

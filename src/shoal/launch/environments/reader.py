@@ -10,6 +10,10 @@ from shoal.launch.environment import Environment
 
 # Below the system's ephemeral ports. Computed from the engine's job, so that all ranks agree.
 _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
+START_RANKS = (
+    "start one process, with --devices for the ranks of a host, or start the ranks with torchrun, srun or mpirun; or "
+    "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+)
 
 
 @dataclass(frozen=True)

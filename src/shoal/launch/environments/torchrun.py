@@ -10,7 +10,7 @@ from functools import partial
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, LISTEN_FD, OWN_GPU, RESTARTS, RUN_KEY, Environment
-from shoal.launch.environments.reader import EnvironmentReader, numbers_of, refuse_missing, refuse_outside
+from shoal.launch.environments.reader import START_RANKS, EnvironmentReader, numbers_of, refuse_missing, refuse_outside
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -32,8 +32,7 @@ def _read(variables: Mapping[str, str], engines: Collection[str] = ()) -> Enviro
             raise LaunchError(
                 given=", ".join(f"{name}={text}" for name, text in alone.items()),
                 conflict="this is one of several processes, but RANK and WORLD_SIZE are not set",
-                remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, "
-                "srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+                remedy=START_RANKS,
             )
         return None
     left = " ".join(name for name in _NEEDED if name in variables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import shlex
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from shoal.errors import CommandError, LaunchError, printable
+from shoal.errors import CommandError, LaunchError, nearest, printable
 from shoal.launch.signals import Signals
 
 # Modules, each a `Launcher`, imported when their engine is requested.
@@ -95,11 +94,10 @@ class Launcher(Protocol):
 def launcher(name: str) -> Launcher:
     """Return the launcher of an engine. Raises: CommandError if the engine is unknown."""
     if name not in LAUNCHERS:
-        near = difflib.get_close_matches(name, LAUNCHERS, 1)
         raise CommandError(
             given=f"--on {name}",
             conflict="there is no such engine",
-            remedy=f"use one of {', '.join(LAUNCHERS)}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            remedy=f"use one of {', '.join(LAUNCHERS)}{nearest(name, list(LAUNCHERS))}",
         )
     return cast(Launcher, importlib.import_module(LAUNCHERS[name]))
 

@@ -112,16 +112,13 @@ class EngineRank:
         if code is None:
             return RankLook(self._output.new(everything=False) if self._logs is None else "")
         self._relay.close()
-        text = self._output.text
-        if self._logs is None:
-            return RankLook(
-                self._output.new(everything=True), code, read_json(self._folder / "report.json"), last_lines(text)
-            )
+        text, new = self._output.text, self._output.new(everything=True)
         with contextlib.suppress(OSError):
-            if text and self._logs.parent.is_dir():
+            if self._logs is not None and text and self._logs.parent.is_dir():
                 self._logs.mkdir(exist_ok=True)
                 (self._logs / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
-        return RankLook("", code, read_json(self._folder / "report.json"), last_lines(text))
+        shown = new if self._logs is None else ""
+        return RankLook(shown, code, read_json(self._folder / "report.json"), last_lines(text))
 
     def tell(self, number: int) -> None:
         """Send a signal to the process if it is alive."""

@@ -21,15 +21,13 @@ from shoal.launch.launchers.yaml_text import documents
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import Child
 
-# Reasons that do not go away by waiting.
+# Reasons that do not go away by waiting, with the remedy.
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_SETTINGS = ("CreateContainerConfigError", "CreateContainerError")
 _HOPELESS = {
-    "ErrImagePull": "image",
-    "ImagePullBackOff": "image",
-    "InvalidImageName": "image",
-    "ErrImageNeverPull": "image",
-    "CreateContainerConfigError": "settings",
-    "CreateContainerError": "settings",
-    "RunContainerError": "command",
+    **dict.fromkeys(_IMAGE, "check that image={0} is there and that its nodes may pull it"),
+    **dict.fromkeys(_SETTINGS, "check its volumes and what it refers to: kubectl describe pod"),
+    "RunContainerError": "check that shoal is installed in the image",
 }
 _LOOK_SECONDS = 2.0
 _MOST_UNANSWERED = 60
@@ -188,20 +186,14 @@ class PodWatch:
         """Raise LaunchError if a pod cannot start and waiting does not help."""
         for pod in pods:
             for state in _states(pod, "waiting"):
-                kind = _HOPELESS.get(state.get("reason", ""))
-                if kind is None:
-                    continue
-                at = self.run.settings
-                mend = {
-                    "image": f"check that image={at.image} is there and that its nodes may pull it",
-                    "settings": "check its volumes and what it refers to: kubectl describe pod",
-                    "command": "check that shoal is installed in the image",
-                }[kind]
-                raise LaunchError(
-                    given=f"image={at.image}, pod {pod['metadata']['name']}",
-                    conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
-                    remedy=f"{mend}; remove the waiting run with kubectl delete {self.run.watched[0]}",
-                )
+                image, mend = self.run.settings.image, _HOPELESS.get(state.get("reason", ""))
+                if mend is not None:
+                    raise LaunchError(
+                        given=f"image={image}, pod {pod['metadata']['name']}",
+                        conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
+                        remedy=f"{mend.format(image)}; remove the waiting run with "
+                        f"kubectl delete {self.run.watched[0]}",
+                    )
 
     def _show_logs(self, pods: list[dict[str, Any]]) -> None:
         """Show the output of the pod with rank 0 from its beginning, and of a new pod that replaces it."""

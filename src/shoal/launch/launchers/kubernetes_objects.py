@@ -19,13 +19,30 @@ _CONTAINER = "node"  # the name in Trainer's own runtimes, used for all kinds
 # Exit codes without a restart, since the same error would follow.
 _FINAL = (ExitCode.USER, ExitCode.NONFINITE, ExitCode.STORAGE, ExitCode.INTEGRITY)
 
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-_IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*")
 # A pod's name ends in a hyphen and its index, in JobSet in "-node-0-" and its index; a host name has at most 63
 # characters.
 LONGEST_NAME = 45
+_LABEL, _QUANTITY = r"[a-z]([-a-z0-9]{0,%d}[a-z0-9])?", r"(\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?)?"
+_LETTERS, _SIZE = "a small letter, then small letters, digits and hyphens", "a number such as 4, 500m or 16Gi"
+# Of a setting: its form, what is wrong with another one, and what to write.
+_FORMS = (
+    (
+        *("image", r"[a-zA-Z0-9][\w./:@-]*", "names no image"),
+        "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
+    ),
+    (
+        *("name", _LABEL % (LONGEST_NAME - 2), "is no name of an object"),
+        f"write name=NAME: {_LETTERS}, {LONGEST_NAME} at most",
+    ),
+    ("namespace", f"({_LABEL % 61})?", "is none", f"write namespace=NAME: {_LETTERS}"),
+    (
+        *("claim", r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?)?", "is no name of an object"),
+        "write claim=NAME: small letters, digits, hyphens and dots",
+    ),
+    ("mount", "/[^:]*", "is no absolute path", "write mount=/PATH"),
+    ("cpu", _QUANTITY, "is no quantity", f"write cpu=N: {_SIZE}"),
+    ("memory", _QUANTITY, "is no quantity", f"write memory=N: {_SIZE}"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,42 +68,18 @@ class KubernetesSettings:
 
     def check(self, given: str, num_ranks: int, *, needs_volume: bool = True) -> None:
         """Raise CommandError that lists everything that no cluster would accept or no run could use."""
-        label, quantity = "a small letter, then small letters, digits and hyphens", "a number such as 4, 500m or 16Gi"
-        per_pod = num_ranks // max(1, self.pods)
-        claims = (
-            "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://..."
-        )
+        per_pod, pods = num_ranks // max(1, self.pods), f"{self.pods} pods"
         checks: list[tuple[object, str, str]] = [  # what has to hold, the conflict if it does not, and the remedy
             (
                 self.kind in KINDS,
                 f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}",
                 f"write one of {', '.join(KINDS)}",
-            ),
-            (
-                _IMAGE.fullmatch(self.image),
-                f"image={self.image!r} names no image",
-                "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
-            ),
-            (
-                _LABEL.fullmatch(self.name) and len(self.name) <= LONGEST_NAME,
-                f"name={self.name!r} is no name of an object",
-                f"write name=NAME: {label}, {LONGEST_NAME} at most",
-            ),
-            (
-                not self.namespace or (_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),
-                f"namespace={self.namespace!r} is none",
-                f"write namespace=NAME: {label}",
-            ),
-            (
-                not self.claim or (_NAME.fullmatch(self.claim) and len(self.claim) < 254),
-                f"claim={self.claim!r} is no name of an object",
-                "write claim=NAME: small letters, digits, hyphens and dots",
-            ),
-            (
-                self.mount.startswith("/") and ":" not in self.mount,
-                f"mount={self.mount!r} is no absolute path",
-                "write mount=/PATH",
-            ),
+            )
+        ]
+        for name, form, fault, remedy in _FORMS:
+            text = getattr(self, name)
+            checks.append((re.fullmatch(form, text), f"{name}={text!r} {fault}", remedy))
+        checks += [
             (
                 not self.runtime or self.kind == "trainjob",
                 f"runtime={self.runtime!r} with kind {self.kind!r}",
@@ -94,7 +87,7 @@ class KubernetesSettings:
             ),
             (
                 0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
-                f"{num_ranks} ranks in {self.pods} pods",
+                f"{num_ranks} ranks in {pods}",
                 "write --devices as a multiple of pods",
             ),
             (
@@ -103,19 +96,9 @@ class KubernetesSettings:
                 f"write gpus={per_pod}, or leave it out for ranks on the CPU",
             ),
             (
-                not self.cpu or _QUANTITY.fullmatch(self.cpu),
-                f"cpu={self.cpu!r} is no quantity",
-                f"write cpu=N: {quantity}",
-            ),
-            (
-                not self.memory or _QUANTITY.fullmatch(self.memory),
-                f"memory={self.memory!r} is no quantity",
-                f"write memory=N: {quantity}",
-            ),
-            (
                 self.pods == 1 or self.claim or not needs_volume,
-                f"{self.pods} pods without a volume that all of them see",
-                claims,
+                f"{pods} without a volume that all of them see",
+                "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://...",
             ),
             (1024 <= self.port < 65536, f"port={self.port} is none", "write port=N from 1024 to 65535"),
         ]
@@ -268,10 +251,7 @@ class PodRun:
             },
         }
         rules = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
-        job_set = {
-            "replicatedJobs": [replicated],
-            "failurePolicy": {"maxRestarts": at.restarts, "rules": rules},
-        }
+        job_set = {"replicatedJobs": [replicated], "failurePolicy": {"maxRestarts": at.restarts, "rules": rules}}
         return {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainingRuntime",

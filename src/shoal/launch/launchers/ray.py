@@ -283,8 +283,7 @@ class RayRun:
         except self.ray.exceptions.RayError as error:
             return RankEnd(index, host, gone=_gone(error), given_up=given_up)
         if index == 0 and look.text:
-            sys.stdout.write(look.text)
-            sys.stdout.flush()
+            print(look.text, end="", flush=True)
         return None if look.code is None else RankEnd(index, host, look, given_up=given_up)
 
     def _tell(self, number: int, ends: Mapping[int, RankEnd]) -> None:

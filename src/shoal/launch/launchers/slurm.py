@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
@@ -164,7 +165,7 @@ def start(submission: Submission, signals: Signals) -> int:
     outputs = [] if is_array(options) else [folder / f"slurm-{number}.out"]
     if is_array(options):
         print(f"output of its tasks: {folder}/slurm-{number}_*.out", flush=True)
-    return _SlurmJob(number, signals, [_Tail(path) for path in outputs]).follow()
+    return _SlurmJob(number, signals, dict.fromkeys(outputs, 0)).follow()
 
 
 def _slurm(*words: str) -> str:
@@ -190,31 +191,12 @@ def _slurm(*words: str) -> str:
 
 
 @dataclass
-class _Tail:
-    """File that another process writes; `show` prints its new part."""
-
-    path: Path
-    at: int = 0
-
-    def show(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.at)
-                new = file.read()
-        except OSError:
-            return
-        self.at += len(new)
-        sys.stdout.write(new.decode(errors="replace"))
-        sys.stdout.flush()
-
-
-@dataclass
 class _SlurmJob:
-    """Progress of a job, or of an array's tasks, to the end."""
+    """Progress of a job, or of an array's tasks, to the end. `outputs`: files, and how many bytes of each are shown."""
 
     number: str
     signals: Signals
-    tails: list[_Tail]
+    outputs: dict[Path, int]
     _shown: str = ""
     _seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -222,8 +204,7 @@ class _SlurmJob:
         """Wait until all tasks have ended and return the highest exit code."""
         handed_on = 0
         while True:
-            for tail in self.tails:
-                tail.show()
+            self._show_outputs()
             if not self._look():
                 break
             if signal.SIGHUP in self.signals.received:  # the terminal is closed; the job continues under Slurm
@@ -234,13 +215,19 @@ class _SlurmJob:
                 subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL)
             time.sleep(_LOOK_SECONDS)
         time.sleep(_LOOK_SECONDS / 4)  # for the last lines
-        for tail in self.tails:
-            tail.show()
+        self._show_outputs()
         codes = [_code(task) for task in self._seen.values()]
         if any(codes):
             states = ", ".join(sorted({task["JobState"] for task in self._seen.values()}))
             print(f"slurm job {self.number}: {states}", file=sys.stderr)
         return max(codes, default=int(ExitCode.FAILED))
+
+    def _show_outputs(self) -> None:
+        for path, shown in self.outputs.items():
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(shown)
+                print(file.read().decode(errors="replace"), end="", flush=True)
+                self.outputs[path] = file.tell()
 
     def _look(self) -> bool:
         """Print changes of the tasks' states. Return whether a task has not ended yet."""

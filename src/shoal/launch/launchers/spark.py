@@ -142,7 +142,7 @@ class SparkRun:
     def __post_init__(self) -> None:
         self._wanted = self.submission
         host = self.session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
-        self._channel = TaskChannel(host, self._secret, _show)
+        self._channel = TaskChannel(host, self._secret)
 
     def train(self) -> int:
         """Run stages until the run ends and return its exit code. Spark itself never restarts a stage with results."""
@@ -202,8 +202,3 @@ class SparkRun:
             return [RankEnd(0, "Spark", gone=f"was lost with its stage: {said}")]
         values = [json.loads(text) for text in texts]
         return [RankEnd(value.pop("rank"), "Spark", RankLook(**value)) for value in values]
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -79,9 +79,9 @@ def _watched(rank: EngineRank, driver: Connection[Any, Any], shown: bool) -> Ran
 class TaskChannel:
     """The driver's end of the channel. It sends each task its number of restarts and shows rank 0's text."""
 
-    def __init__(self, host: str, secret: bytes, show: Any) -> None:
+    def __init__(self, host: str, secret: bytes) -> None:
         self._listener = Listener((host, 0), authkey=secret)
-        self._show, self._lock = show, threading.Lock()
+        self._lock = threading.Lock()
         self._tasks: dict[int, Connection[Any, Any]] = {}
         self._starts: Counter[int] = Counter()
         self._closed = False
@@ -124,4 +124,4 @@ class TaskChannel:
                 self._tasks[rank] = task
                 task.send_bytes(json.dumps({"restarts": self._starts[rank] - 1}).encode())
             while True:
-                self._show(json.loads(task.recv_bytes())["text"])
+                print(json.loads(task.recv_bytes())["text"], end="", flush=True)

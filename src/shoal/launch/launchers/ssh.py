@@ -47,21 +47,10 @@ _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Exit code of a failure of ssh itself, not of the remote command.
 SSH_FAILED = 255
 # Without password prompts; ssh notices after ten seconds that a host is silent.
-_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
-SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
+SSH_OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=2", "-oConnectTimeout=20")
 # For the check whether a host answers: a new connection, since an existing one may be dead.
 _ASK_SECONDS = 4.0
-_ASK = (
-    "-T",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ControlPath=none",
-    "-o",
-    "ClearAllForwardings=yes",
-    "-o",
-    "ConnectTimeout=2",
-)
+_ASK = ("-T", "-oBatchMode=yes", "-oControlPath=none", "-oClearAllForwardings=yes", "-oConnectTimeout=2")
 # Messages of ssh if nobody answers; a host that refuses a key, for example, does answer.
 _NOBODY = re.compile("No route to host|timed out|is unreachable|Host is down|Connection refused", re.IGNORECASE)
 
@@ -394,17 +383,20 @@ class HostList:
 
     def words(self, name: str) -> list[str]:
         """Return the command that starts a host's process. It contains no secret and nothing of the job."""
-        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process"
-        return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
+        return _host_process(name, self.options)
+
+
+def _host_process(host: str, options: Sequence[str], *what: str) -> list[str]:
+    remote = " ".join(("exec", shlex.quote(sys.executable), "-m shoal.launch.supervise.host_process", *what))
+    return ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
 
 
 class HostProbe:
     """Process on a host that answers questions about the host in lines of JSON lists. `what`: the kind of questions."""
 
     def __init__(self, host: str, options: Sequence[str], what: str) -> None:
-        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process {what}"
-        words = ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
         self._host, self._complaints = host, list[str]()
+        words = _host_process(host, options, what)
         self.child = Child(words, listens=True, output=subprocess.PIPE, errors=self._complaints.append)
 
     def answer(self) -> list[Any]:

@@ -22,11 +22,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, say_note
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD
-from shoal.launch.signals import Signals, handle_stop_signals, pausing, stop_signals
+from shoal.launch.signals import Signals, handle_stop_signals, handling, pausing, stop_signals
 
 _POLL_SECONDS = 0.02
 # A process that the child has left running may keep its pipes open.
@@ -311,13 +311,18 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Fork a child that calls `work` and ends, with code 1 if `work` raises. Return its process id."""
+def forked() -> int:
+    """Fork this process, whose buffered output is written first. Return the child's process id, and 0 in the child."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the child uses no thread of this process
-        child = os.fork()
+        return os.fork()
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Fork a child that calls `work` and ends, with code 1 if `work` raises. Return its process id."""
+    child = forked()
     if child:
         return child
     code = 1
@@ -335,28 +340,20 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-class ForkedEnd(NamedTuple):
-    """End of a forked child. `code`: the result of its work, or None if it ended before. `status`: its exit code."""
+def as_command(
+    work: Callable[[], int], signals: Signals, before_end: Callable[[int], object]
+) -> tuple[int | None, int]:
+    """Call `work` in a forked child of the same process group. Return its result once the child has ended.
 
-    code: int | None
-    status: int
-
-
-def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[int], object]) -> ForkedEnd:
-    """Call `work` in a forked child of the same process group, and wait for the end of the child.
-
+    The result is None if the child ended before. Beside it stands the child's exit code, negative for a signal.
     Both record signals in their copy of `signals`. This process hands its own on, and kills the child after a second
     one of a kind. The child ends as an interpreter does, after `before_end` with the code. Child processes that it
     leaves behind in the process group are killed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # a process that the child leaves behind may hold the other end
     parent, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the child uses no thread of this process
-        child = os.fork()
+    child = forked()
     if not child:
         code = 1
         try:
@@ -391,10 +388,9 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
     os.set_blocking(woken, False)
     os.set_blocking(wakes, False)
     woke_before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, hand_on) for number in stop_signals()}
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        with pausing(tell), adopting():
+        with handling(stop_signals(), hand_on), pausing(tell), adopting():
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             ended, waits = 0, DiskWaits()
             while not ended:
                 waits.look(child, "the process that trains")
@@ -404,8 +400,6 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
                 ended, status = os.waitpid(child, 0 if says else os.WNOHANG)
             _end_children()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(woke_before)
         os.close(woken)
         os.close(wakes)
@@ -413,7 +407,7 @@ def as_command(work: Callable[[], int], signals: Signals, before_end: Callable[[
     with contextlib.suppress(BlockingIOError):
         said = os.read(reader, 1)
     os.close(reader)
-    return ForkedEnd(said[0] if said else None, os.waitstatus_to_exitcode(status))
+    return said[0] if said else None, os.waitstatus_to_exitcode(status)
 
 
 def _end_children() -> None:

@@ -22,14 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
 from shoal.launch.signals import stop_signals
-from shoal.launch.supervise.child import Child, adopting, die_with_launcher, kill, name_process, standstill
+from shoal.launch.supervise.child import Child, adopting, die_with_launcher, forked, kill, name_process, standstill
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
@@ -243,27 +242,23 @@ def _serve(requests: socket.socket) -> bool:
         text, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_DESCRIPTORS)
         if not text:
             return False
-        sys.stdout.flush()  # the child must not write the buffered text a second time
-        sys.stderr.flush()
         between: int | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only numpy's exist
-            with contextlib.suppress(OSError):  # the system can create no more processes
-                between = os.fork()
-            if between == 0:
-                between = os.getpid()
-                if os.fork():
-                    os._exit(0)
-                while os.getppid() == between:
-                    time.sleep(0.0005)
-                if os.getppid() != int(os.environ[LAUNCHER_PID]):
-                    os._exit(1)
-                requests.send(json.dumps({"pid": os.getpid()}).encode())
-                request = json.loads(text)
-                output = descriptors.pop() if request["output"] else None
-                numbers = {n: str(number) for n, number in zip(request["descriptors"], descriptors, strict=True)}
-                _become_fresh({**request["variables"], **numbers}, output)
-                return True
+        with contextlib.suppress(OSError):  # the system can create no more processes
+            between = forked()
+        if between == 0:
+            between = os.getpid()
+            if forked():
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            if os.getppid() != int(os.environ[LAUNCHER_PID]):
+                os._exit(1)
+            requests.send(json.dumps({"pid": os.getpid()}).encode())
+            request = json.loads(text)
+            output = descriptors.pop() if request["output"] else None
+            numbers = {n: str(number) for n, number in zip(request["descriptors"], descriptors, strict=True)}
+            _become_fresh({**request["variables"], **numbers}, output)
+            return True
         if between is None or os.waitpid(between, 0)[1]:
             requests.send(b'{"pid": null}')
         for descriptor in descriptors:
