@@ -13,20 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.cli.options import (
-    BenchOptions,
-    DoctorOptions,
-    EvaluateOptions,
-    ExportOptions,
-    PlanOptions,
-    PredictOptions,
-    ReportOptions,
-    ResizeOptions,
-    RunOptions,
-    RunsOptions,
-    VerifyOptions,
-    WatchOptions,
-)
+from shoal.cli import options
 from shoal.runs.options import add_options
 
 _MORE = "more"  # title of the last group
@@ -60,7 +47,7 @@ class Command:
 COMMANDS = {
     "run": Command(
         "shoal.cli.run.start",
-        RunOptions,
+        options.RunOptions,
         "train",
         "train a job on one process or many",
         "Train the job that FUNCTION in JOBFILE returns. The number of devices changes only the time.",
@@ -90,7 +77,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "shoal.cli.plan",
-        PlanOptions,
+        options.PlanOptions,
         "decide",
         "say how many devices to use, which layout, how long and why",
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
@@ -112,7 +99,7 @@ COMMANDS = {
     ),
     "verify": Command(
         "shoal.cli.run.start",
-        VerifyOptions,
+        options.VerifyOptions,
         "check",
         "prove that a parallel run computes what one process computes",
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
@@ -134,7 +121,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "shoal.cli.doctor",
-        DoctorOptions,
+        options.DoctorOptions,
         "check",
         "say what of a machine, run or script costs time, and what to do",
         "Examine this machine, or say what the time of a run or of a training script is lost to, and what saves it.",
@@ -155,7 +142,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "shoal.cli.bench",
-        BenchOptions,
+        options.BenchOptions,
         "check",
         "measure this machine for shoal plan",
         "Measure this machine and keep the result as a cluster, for `shoal plan --cluster here`.",
@@ -166,7 +153,7 @@ COMMANDS = {
     ),
     "runs": Command(
         "shoal.cli.runs",
-        RunsOptions,
+        options.RunsOptions,
         "look",
         "list, compare, clean up and reproduce runs",
         "List runs, say what differs between them, delete those that are not wanted, or print how to run one again.",
@@ -185,7 +172,7 @@ COMMANDS = {
     ),
     "watch": Command(
         "shoal.cli.report",
-        WatchOptions,
+        options.WatchOptions,
         "look",
         "show a run in the terminal while it trains",
         "Show how a run goes, redrawn in place until the run ends. It reads only what the run appends.",
@@ -195,7 +182,7 @@ COMMANDS = {
     ),
     "report": Command(
         "shoal.cli.report",
-        ReportOptions,
+        options.ReportOptions,
         "look",
         "write where a run's time went, as one HTML page",
         "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
@@ -205,7 +192,7 @@ COMMANDS = {
     ),
     "resize": Command(
         "shoal.cli.resize",
-        ResizeOptions,
+        options.ResizeOptions,
         "train",
         "give a run that trains more or fewer processes",
         "Let a run continue with N processes. An exact run computes the same bits on any number.",
@@ -216,7 +203,7 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "shoal.cli.trained_engine",
-        EvaluateOptions,
+        options.EvaluateOptions,
         "models",
         "compute a job's metrics with the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
@@ -227,7 +214,7 @@ COMMANDS = {
     ),
     "predict": Command(
         "shoal.cli.trained_engine",
-        PredictOptions,
+        options.PredictOptions,
         "models",
         "write a trained model's outputs for each sample of a data set",
         "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
@@ -238,7 +225,7 @@ COMMANDS = {
     ),
     "export": Command(
         "shoal.cli.export",
-        ExportOptions,
+        options.ExportOptions,
         "models",
         "write a run's weights as safetensors, as Hugging Face lays them out",
         "Write the weights of a checkpoint, of any layout, to files that other programs read. It needs no GPU and no "

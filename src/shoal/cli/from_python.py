@@ -138,7 +138,7 @@ def run(
         launched = None
         if not is_worker(os.environ):
             refuse_rank(os.environ, "shoal.run")
-    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(RunOptions) if one.name in given}
+    values = {one.name: _as_option(one, given[one.name]) for one in declared(RunOptions) if one.name in given}
     if plan is None or isinstance(plan, Plan | str | os.PathLike):
         values["plan"] = os.fspath(plan) if isinstance(plan, os.PathLike) else plan
     elif isinstance(getattr(plan, "plan", None), Plan):
@@ -244,7 +244,7 @@ def plan(
     Raises: the errors of the command.
     """
     given = dict(locals())
-    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(PlanOptions) if one.name in given}
+    values = {one.name: _as_option(one, given[one.name]) for one in declared(PlanOptions) if one.name in given}
     of_job = settings_of("shoal.plan", PlanOptions, given)
     from shoal.cli.plan import answered  # torch
 
@@ -461,7 +461,7 @@ def predict(
 
 def _values(call: str, kind: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options of a call by name, with the job prepared for other processes."""
-    values = {one.name: _as_option(one.option, given[one.name]) for one in declared(kind) if one.name in given}
+    values = {one.name: _as_option(one, given[one.name]) for one in declared(kind) if one.name in given}
     target = target_of(given["job"], settings_of(call, kind, given), values["config"], folder)
     return values | {"run": _path(given["run"]), "step": str(given["step"])} | target
 

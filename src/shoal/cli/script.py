@@ -70,7 +70,7 @@ def script_of(command: str, options: VerifyOptions | PlanOptions | DoctorOptions
 
 def place_of(options: VerifyOptions | DoctorOptions, name: str) -> tuple[int, Path]:
     """Return a script's number of processes, and the directory for what is written. Raises: CommandError."""
-    devices = whole_number("devices", options.devices, 1) or (0 if options.cpu else visible_gpus()) or 2
+    devices = whole_number("--devices", options.devices, 1) or (0 if options.cpu else visible_gpus()) or 2
     if options.devices is None:
         say_note(f"--devices is not given: {devices} processes")
     out = Path(options.out) if options.out else default_directory(name, resume=False)

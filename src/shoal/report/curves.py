@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.report.account import Account, recorded_blocks
@@ -54,7 +54,6 @@ class Chart:
     marks: Sequence[Mark] = ()
     note: str = ""
     log: str = ""
-    paragraphs: Sequence[str] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value for the page's script, with five digits of each number."""

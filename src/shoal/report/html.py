@@ -173,25 +173,16 @@ def _picture(title: str, height: int, parts: Sequence[Markup]) -> Markup:
     return head + _TITLE.format(key, title) + Markup("").join(parts) + Markup("</svg>")
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Part of a bar from `begin` on, as shares of the whole width; `kind` is its class in the style sheet."""
-
-    kind: str
-    begin: float
-    share: float
-
-
 def _colour(place: int) -> str:
     return f"c{place % _NUM_COLOURS + 1}"
 
 
-def _bar(*lines: _Stretch) -> Markup:
-    """Draw parts below each other."""
+def _bar(*lines: tuple[str, float, float]) -> Markup:
+    """Draw parts below each other: a class of the style sheet, and begin and length as shares of the whole width."""
     parts = (
-        _BAR_PART.format(line.kind, 100 * line.begin, 12 * place, max(_LEAST, 100 * line.share), 10)
-        for place, line in enumerate(lines)
-        if line.share > 0.0
+        _BAR_PART.format(kind, 100 * begin, 12 * place, max(_LEAST, 100 * share), 10)
+        for place, (kind, begin, share) in enumerate(lines)
+        if share > 0.0
     )
     return _SVG.format(max(10, 12 * len(lines) - 2), Markup("").join(parts))
 
@@ -211,7 +202,7 @@ def falling(sizes: Sequence[float]) -> list[Markup]:
     """Draw a bar for each part of a whole, each starting at the end of the previous one."""
     whole, done, bars = sum(sizes) or 1.0, 0.0, list[Markup]()
     for place, size in enumerate(sizes):
-        bars.append(_bar(_Stretch(_colour(place), done / whole, size / whole)))
+        bars.append(_bar((_colour(place), done / whole, size / whole)))
         done += size
     return bars
 
@@ -228,7 +219,7 @@ def beside(pairs: Sequence[tuple[float | None, float | None]], *, falls: bool = 
         lines = []
         for number, kind in enumerate(("predicted", _colour(place))):
             value = pair[number] or 0.0
-            lines.append(_Stretch(kind, done[number] / whole, value / whole))
+            lines.append((kind, done[number] / whole, value / whole))
             done[number] += value if falls else 0.0
         bars.append(_bar(*lines))
     return bars

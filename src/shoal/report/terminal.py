@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from shoal.report.account import Account
 from shoal.report.quantities import dollars, rate, seconds, share, short, size
@@ -19,6 +21,7 @@ _NUM_INCIDENTS = 3
 
 def lines(account: Account, records: Sequence[StepRecord], width: int) -> list[str]:
     """Return all lines; the current progress is from the newest records."""
+    wrapped = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     text = [*_progress(account, records, width), ""]
     idle, busy = account.wall.of("idle"), account.wall.busy_seconds
     text.append(f"wall clock {seconds(busy)}" + (f", and {seconds(idle)} between calls" if idle > 0.0 else ""))
@@ -38,9 +41,9 @@ def lines(account: Account, records: Sequence[StepRecord], width: int) -> list[s
     for incident in account.incidents[-_NUM_INCIDENTS:]:
         where = f"step {incident.step}: " if incident.step is not None else ""
         text.append(f"! {where}{incident.text}")
-    text += _wrapped(account.limit, width)
+    text += wrapped(account.limit, width)
     if account.status != "running":
-        text += _wrapped(f"{account.status}: {account.ending}", width)
+        text += wrapped(f"{account.status}: {account.ending}", width)
     return [cut(line, width) for line in text]
 
 
@@ -135,14 +138,3 @@ def spark(values: Sequence[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(_LEVELS[int((mean - low) / (high - low) * 7.999)] if high > low else _LEVELS[0] for mean in means)
-
-
-def _wrapped(text: str, width: int) -> Iterator[str]:
-    line = ""
-    for word in text.split():
-        if line and len(line) + 1 + len(word) > width:
-            yield line
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    yield line

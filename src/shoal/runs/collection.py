@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,17 +50,17 @@ class RunEntry:
     job: str
     state: str
     steps: int
-    num_steps: int | None
-    loss: float | None
-    metrics: Mapping[str, float]
-    best: tuple[str, float, int | None] | None
-    larger_is_better: bool | None
-    devices: int | None
-    seconds: float | None
     size: int
-    commit: str | None
-    began_at: float | None
     settings: Mapping[str, Any]
+    began_at: float | None
+    commit: str | None = None
+    num_steps: int | None = None
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best: tuple[str, float, int | None] | None = None
+    larger_is_better: bool | None = None
+    devices: int | None = None
+    seconds: float | None = None
     layout: str | None = None
     error: str | None = None
     stopped: str | None = None
@@ -233,13 +233,6 @@ def _certificate(path: Path, name: str) -> RunEntry:
         job=os.path.basename(str(job.get("file") or "")),
         state=str(document.get("verdict") or "unknown"),
         steps=int(document.get("steps") or 0),
-        num_steps=None,
-        loss=None,
-        metrics={},
-        best=None,
-        larger_is_better=None,
-        devices=None,
-        seconds=None,
         size=size_of(path),
         commit=commit[:8] if commit else None,
         began_at=(path / _CERTIFICATE).stat().st_mtime,

@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -161,13 +161,13 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """Declaration of an option, beside its name and default, which are those of a field.
+    """Declaration of an option. Its name and default are those of a field.
 
     Attributes:
-        text: the option's meaning, for `--help`.
         flags: names of the option on the command line. Default: the field's name.
         settings: arguments for argparse.
         least: the option is a whole number of at least this value.
+        or_all: `all` is also accepted.
         between: LEAST:MOST and auto are also accepted.
         parse: function of a text or number, and of the option's flag, that returns the value.
         saved: name in job.json. A resumed run uses the value there if the call does not set the option.
@@ -176,10 +176,12 @@ class Option:
         compared: function of the value whose results must be equal on all ranks.
     """
 
-    text: str
-    flags: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...]
+    settings: Mapping[str, Any]
+    name: str = ""
+    default: Any = None
     least: int | None = None
+    or_all: bool = False
     between: bool = False
     parse: Callable[[Any, str], Any] | None = None
     saved: str | None = None
@@ -187,12 +189,17 @@ class Option:
     otherwise: Any = None
     compared: Callable[[Any], Any] | None = None
 
+    @property
+    def flag(self) -> str:
+        """The option's long name on the command line, or the name of a positional argument."""
+        return self.flags[-1] if self.flags else f"--{self.name.replace('_', '-')}"
+
 
 def option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
     """Return a dataclass field for an option. `more`: attributes of `Option`, and arguments for argparse."""
     own = {name: more.pop(name) for name in Option.__dataclass_fields__ if name in more}
     settings = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
-    return field(default=default, metadata={"option": Option(text, flags, settings, **own)})
+    return field(default=default, metadata={"option": Option(flags, settings, **own)})
 
 
 def switch(text: str, default: bool | None = False, **more: Any) -> Any:
@@ -200,33 +207,17 @@ def switch(text: str, default: bool | None = False, **more: Any) -> Any:
     return option(text, default=default, action="store_true", **more)
 
 
-@dataclass(frozen=True)
-class DeclaredOption:
-    """An option with the field that declares it."""
-
-    name: str
-    default: Any
-    type: str
-    option: Option
-
-    @property
-    def flag(self) -> str:
-        """The option's long name on the command line, or the name of a positional argument."""
-        return self.option.flags[-1] if self.option.flags else f"--{self.name.replace('_', '-')}"
-
-
-def declared(kind: Any) -> tuple[DeclaredOption, ...]:
+def declared(kind: Any) -> tuple[Option, ...]:
     """Return the options that a class declares, in order."""
+    return tuple(
+        replace(one.metadata["option"], name=one.name, default=None if one.default is MISSING else one.default)
+        for one in fields(kind)
+        if one.metadata
+    )
 
-    def of(one: Field[Any]) -> DeclaredOption:
-        default = None if one.default is MISSING else one.default
-        return DeclaredOption(one.name, default, str(one.type), one.metadata["option"])
 
-    return tuple(of(one) for one in fields(kind) if one.metadata)
-
-
-def whole_number(name: str, text: Any, least: int) -> int | None:
-    """Parse a whole number of at least `least` for an option. Raises: CommandError."""
+def whole_number(flag: str, text: Any, least: int, more: str = "") -> int | None:
+    """Parse a whole number of at least `least` for an option. `more`: what it also takes. Raises: CommandError."""
     if text is None:
         return None
     try:
@@ -234,26 +225,25 @@ def whole_number(name: str, text: Any, least: int) -> int | None:
     except (TypeError, ValueError):
         value = least - 1
     if value < least:
-        flag = f"--{name.replace('_', '-')}"
         raise CommandError(
             given=f"{flag} {text}",
-            conflict=f"{flag} takes a whole number of at least {least}",
+            conflict=f"{flag} takes a whole number of at least {least}{more}",
             remedy=f"write {flag} 2, say",
         )
     return value
 
 
-def checked_value(one: DeclaredOption, value: Any) -> Any:
+def checked_value(one: Option, value: Any) -> Any:
     """Return an option's value from a text, number or value of its type. Raises: CommandError."""
-    if value is None or (one.option.between and (":" in str(value) or value == "auto")):
+    if (one.between and (":" in str(value) or value == "auto")) or (one.or_all and value == "all"):
         return value
-    if one.option.least is not None:
-        return whole_number(one.name, value, one.option.least)
-    if one.option.parse is None:
+    if one.least is not None:
+        return whole_number(one.flag, value, one.least, ", or all" if one.or_all else "")
+    if value is None or one.parse is None:
         return value
     if isinstance(value, tuple):
-        return tuple(one.option.parse(part, one.flag) for part in value)
-    return one.option.parse(value, one.flag)
+        return tuple(one.parse(part, one.flag) for part in value)
+    return one.parse(value, one.flag)
 
 
 def _steps(text: Any, flag: str) -> TraceSteps:
@@ -268,18 +258,6 @@ def _blocks_or_all(text: Any, flag: str) -> str:
     if text in ("blocks", "all"):
         return str(text)
     raise CommandError(given=f"{flag} {text}", conflict=f"{flag} takes blocks or all", remedy=f"write {flag} all")
-
-
-def _number_or_all(text: Any, flag: str) -> int | str:
-    if text == "all":
-        return "all"
-    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
-        return int(text)
-    raise CommandError(
-        given=f"{flag} {text}",
-        conflict=f"{flag} takes a whole number of at least 1, or all",
-        remedy=f"write {flag} 3, say",
-    )
 
 
 # Values of --step: who computes a step's operations. `auto`: the fastest of the others, by a trial.
@@ -321,7 +299,8 @@ class Course:
     keep_checkpoints: int | Literal["all"] | None = option(
         "keep the N newest checkpoints, or all (default: 3, or as the resumed run)",
         "N|all",
-        parse=_number_or_all,
+        least=1,
+        or_all=True,
         saved="keep_checkpoints",
         otherwise=3,
         compared=str,
@@ -401,11 +380,11 @@ class Course:
     def compared(self) -> dict[str, Any]:
         """Return the values, by flag, that must be equal on all ranks."""
         known = ((one, getattr(self, one.name)) for one in declared(Course))
-        return {one.flag: one.option.compared(value) for one, value in known if one.option.compared is not None}
+        return {one.flag: one.compared(value) for one, value in known if one.compared is not None}
 
     def saved(self) -> dict[str, Any]:
         """Return the entries of job.json that a resumed run uses as defaults."""
-        return {one.option.saved: getattr(self, one.name) for one in declared(Course) if one.option.saved}
+        return {one.saved: getattr(self, one.name) for one in declared(Course) if one.saved}
 
 
 def course_of(options: Course, saved: Mapping[str, Any] | None) -> tuple[Course, dict[str, Origin]]:
@@ -419,13 +398,13 @@ def course_of(options: Course, saved: Mapping[str, Any] | None) -> tuple[Course,
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     for one in declared(Course):
-        value, previous = getattr(options, one.name), (saved or {}).get(one.option.saved or "")
+        value, previous = getattr(options, one.name), (saved or {}).get(one.saved or "")
         if value != one.default:
             origins[one.name] = Origin.OPTION
         elif isinstance(previous, int | str):
             value, origins[one.name] = checked_value(one, previous), Origin.RUN
-        elif one.option.otherwise is not None:
-            value = one.option.otherwise
+        elif one.otherwise is not None:
+            value = one.otherwise
         values[one.name] = value
     return Course(**values), origins
 
@@ -442,7 +421,7 @@ def add_options(parser: argparse.ArgumentParser, kind: Any, groups: Mapping[str,
         group = parser.add_argument_group(title)
         for one in (options[name] for name in (*names, *(rest if title == last else ()))):
             default = list(one.default) if isinstance(one.default, tuple) else one.default  # argparse appends to it
-            group.add_argument(*(one.option.flags or (one.flag,)), default=default, **one.option.settings)
+            group.add_argument(*(one.flags or (one.flag,)), default=default, **one.settings)
 
 
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
@@ -474,7 +453,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
         value = getattr(options, one.name)
         if one.name in without or value == one.default:
             continue
-        if one.option.settings.get("action") == "store_true":
+        if one.settings.get("action") == "store_true":
             words += [one.flag] if value else []
             continue
         for part in value if isinstance(value, tuple) else (value,):

@@ -12,16 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.bounded_files import (
-    MOST_LINE_BYTES,
-    MOST_LINES,
-    cleaned,
-    object_of,
-    opened,
-    read_object,
-    read_toml,
-    whole_lines,
-)
+from shoal import bounded_files
+from shoal.bounded_files import MOST_LINE_BYTES, MOST_LINES, object_of
 from shoal.errors import RunDirectoryError, say_note
 from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
@@ -96,7 +88,7 @@ class LineFile:
         self.replaced, self.refused = False, ""
         values: list[T] = []
         try:
-            file = open(opened(self.path), "rb")  # noqa: SIM115, the next line has the context
+            file = open(bounded_files.opened(self.path), "rb")  # noqa: SIM115, the next line has the context
         except FileNotFoundError:
             return values
         except OSError as error:
@@ -109,7 +101,9 @@ class LineFile:
                 self.replaced = self._identity != (0, 0)
                 self._identity, self._offset, self._num_lines, self._num_damaged = identity, 0, 0, 0
             file.seek(self._offset)
-            for line in whole_lines(file):  # an incomplete one is still being written, or was cut off by a kill
+            for line in bounded_files.whole_lines(
+                file
+            ):  # an incomplete one is still being written, or was cut off by a kill
                 if self._num_lines >= MOST_LINES:
                     break
                 self._offset, self._num_lines = file.tell(), self._num_lines + 1
@@ -158,7 +152,9 @@ class RunReader:
         documents: dict[str, dict[str, Any]] = {}
         for path in (files.job, files.plan, files.result, files.saved):
             try:
-                documents[path.stem] = read_toml(path) if path == files.plan else read_object(path)
+                documents[path.stem] = (
+                    bounded_files.read_toml(path) if path == files.plan else bounded_files.read_object(path)
+                )
             except FileNotFoundError:
                 documents[path.stem] = {}
             except OSError as error:
@@ -184,7 +180,7 @@ class RunReader:
             path=files.path,
             read_at=now,
             job=sound_job(documents["job"]),
-            plan=sound_plan(cleaned(documents["plan"])),
+            plan=sound_plan(bounded_files.cleaned(documents["plan"])),
             result=sound_result(documents["result"]),
             records=tuple(records),
             attempts=attempts,

@@ -262,11 +262,6 @@ def read_trial(path: Path) -> StepTrial | None:
 _RECORDS = MachineRecords("steps", 500)
 
 
-def steps_file() -> Path:
-    """Return the path of this machine's recorded trials, beside what `shoal bench` measured."""
-    return _RECORDS.path
-
-
 @dataclass(frozen=True)
 class TrialKey:
     """Key of a trial: all that it depends on, apart from time. `net`: digest of facts, for runs of any length."""

@@ -88,4 +88,4 @@ def test_options_are_words_of_a_command_and_back() -> None:
 
 
 def test_each_option_says_what_it_means() -> None:
-    assert all(one.option.text and not one.option.text.endswith(".") for one in declared(RunOptions))
+    assert all(one.settings["help"] and not one.settings["help"].endswith(".") for one in declared(RunOptions))

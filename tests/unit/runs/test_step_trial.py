@@ -10,6 +10,7 @@ import pytest
 
 from shoal.errors import CommandError
 from shoal.runs.step_trial import (
+    _RECORDS,
     CHANNELS_LAST,
     StepMode,
     StepTrial,
@@ -20,7 +21,6 @@ from shoal.runs.step_trial import (
     read_trial,
     record_trial,
     recorded_trial,
-    steps_file,
     trial_text,
 )
 
@@ -168,8 +168,8 @@ def test_this_machine_records_the_trial_of_a_key(tmp_path: Path, monkeypatch: py
     assert recorded_trial(TrialKey.of({"code": "a"}, 301)) is None
     assert has_compiled(TrialKey.of({"code": "a"}, 301))
     assert not has_compiled(TrialKey.of({"code": "b"}, 300))
-    assert len(json.loads(steps_file().read_text())) == 1
-    steps_file().write_text("{")
+    assert len(json.loads(_RECORDS.path.read_text())) == 1
+    _RECORDS.path.write_text("{")
     assert recorded_trial(key) is None
     assert record_trial(key, tried) is None
     assert recorded_trial(key) == tried

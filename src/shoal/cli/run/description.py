@@ -121,7 +121,7 @@ _MAY_CHANGE = (
     "why_grains",
     "given",
     "config",
-    *(one.option.saved for one in declared(Course) if one.option.saved),
+    *(one.saved for one in declared(Course) if one.saved),
     "length",
     "lengths",
     "on_nonfinite",

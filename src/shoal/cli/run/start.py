@@ -84,7 +84,7 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
     """Return the options with a number of devices or a plan. Raises: CommandError; LaunchError for too few devices."""
     limits = range_of(options)
     if limits is None:
-        return replace(options, devices=whole_number("devices", options.devices, 1))
+        return replace(options, devices=whole_number("--devices", options.devices, 1))
     if environment is not None:
         size = environment.world_size
         if not limits.least <= size <= limits.most:
@@ -456,7 +456,7 @@ def verification_of(options: RunOptions) -> VerifyOptions:
     """Return the options for two steps of `shoal verify` before a run, in a directory beside the run's."""
     same = {one.name: getattr(options, one.name) for one in declared(TrainingOptions) if one.name != "out"}
     if options.layout is not None:
-        devices = whole_number("devices", options.devices, 1)
+        devices = whole_number("--devices", options.devices, 1)
         same |= {"plan": with_layout(Plan(), options.layout, devices), "devices": None}
     out = f"{options.out.rstrip('/')}-verify" if options.out and options.address is None else None
     return VerifyOptions(**same, out=out, steps=2)
@@ -502,7 +502,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     for tracker in options.track:
         tracker.refuse_missing(f"--track {tracker}")
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
-    devices = whole_number("devices", options.devices, 1)
+    devices = whole_number("--devices", options.devices, 1)
     directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
     saved = read_json(directory.job, exactly=True) if options.resume else None
     if saved:
@@ -554,10 +554,10 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         say_note(f"the run's layout, {described(given)}, becomes {described(plan)}")
     if plan.serves:
         for one in declared(Course):
-            if one.option.unserved and getattr(course, one.name):
+            if one.unserved and getattr(course, one.name):
                 raise CommandError(
                     given=f"{one.flag} {getattr(course, one.name)} with servers (server.mode of the plan)",
-                    conflict=f"workers compute parts of different steps at a time, so that {one.option.unserved}",
+                    conflict=f"workers compute parts of different steps at a time, so that {one.unserved}",
                     remedy=f'leave {one.flag} out, or train with server.mode = "none"',
                 )
     what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))

@@ -21,8 +21,6 @@ from shoal.runs.attempts import Events, instant
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.records import last_records
 
-# Default number of restarts in a row without a newly trained step.
-MOST = 5
 _LONGEST_PAUSE_SECONDS = 60.0
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "was frozen", "does not answer", "does not reach", "did not come")
 _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise identical
