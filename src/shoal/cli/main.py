@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plans:
         gc.disable()  # saves a sixth of the import time and a third of a long search
     removes = arguments is None and given[:1] and given[0] in _READING
-    plain, warnings.formatwarning = warnings.formatwarning, _warning
+
+    def warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> str:
+        is_own = issubclass(category, SettingWarning)  # about a setting of the user's, which no line of code explains
+        return f"warning: {message}\n" if is_own else f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+    plain, warnings.formatwarning = warnings.formatwarning, warning
     with exiting((signal.SIGTERM, signal.SIGHUP) if removes else ()), unfailing_output():
         try:
             parsed = _parse(given)
@@ -76,15 +81,6 @@ def end_without_threads(code: int) -> None:
         last = threading.Timer(_THREADS_SECONDS, end)
         last.daemon = True
         last.start()
-
-
-def _warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Format a warning; shoal's own setting warnings have no file and line."""
-    if issubclass(category, SettingWarning):
-        return f"warning: {message}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 class _Parser(argparse.ArgumentParser):

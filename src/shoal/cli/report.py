@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.cli.options import ReportOptions, WatchOptions
@@ -25,7 +25,10 @@ from shoal.runs.run_files import RunFiles, RunReader, run_reader
 
 def report(options: ReportOptions) -> ExitCode:
     """Report on runs. Raises: RunDirectoryError if a directory has no run."""
-    files = [_read(run) for run in options.runs]
+    files = []
+    for run in options.runs:
+        with run_reader(run) as reader:
+            files.append(reader.read())
     for read in files:
         read.say_damage()
     accounts = [account_of(one) for one in files]
@@ -54,11 +57,6 @@ def report(options: ReportOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def _read(run: str) -> RunFiles:
-    with run_reader(run) as reader:
-        return reader.read()
-
-
 _EVERY_SECONDS, _SELDOM_SECONDS = 2.0, 15.0
 # A read, and the whole account, is repeated after this many times its own duration. Together they take less than a
 # thousandth of a core.
@@ -77,10 +75,11 @@ def watch(options: WatchOptions) -> ExitCode:
             from rich.console import Console
 
             console = Console()
-            for line in watched.lines(console.width if console.is_terminal else 80):
-                print(line)
+            width = console.width if console.is_terminal else 80
+            print("\n".join(lines(watched.account, watched.files.records, width)))
             return ExitCode.DONE
-        with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as until_end:
+            show = _shower(watched, until_end)
             show()
             seconds = 0.0
             while watched.status == "running":
@@ -113,32 +112,23 @@ class _Watched:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._next, self._status = 0.0, ""
+        self._next, self.status = 0.0, ""
         self.gone, self.accounting = False, 0.0  # CPU seconds that the last read took for the account
         self.files: RunFiles
         self.account: Account
-
-    @property
-    def status(self) -> str:
-        """The current status of the run."""
-        return self._status
 
     def look(self) -> None:
         """Read the new records. Raises: RunDirectoryError if the directory is gone."""
         self.files = self._reader.read()
         status, now = status_of(self.files), time.monotonic()
-        if now >= self._next or status != self._status:
+        if now >= self._next or status != self.status:
             began = time.process_time()
             self.account = account_of(self.files)
             self.accounting = time.process_time() - began
             self._next = now + _PATIENCE * self.accounting
         else:
             self.accounting = 0.0
-        self._status = status
-
-    def lines(self, width: int) -> list[str]:
-        """Return the lines for a terminal of `width` columns."""
-        return lines(self.account, self.files.records, width)
+        self.status = status
 
 
 def _write(path: Path | None, watched: _Watched) -> None:
@@ -154,46 +144,27 @@ def _write(path: Path | None, watched: _Watched) -> None:
         ) from error
 
 
-class _Lines:
-    """Output to a log: one line for each read with news."""
-
-    def __init__(self, watched: _Watched) -> None:
-        self._watched, self._said = watched, ""
-
-    def __call__(self) -> None:
-        said = cut(head(self._watched.account, self._watched.files.records), 200)
-        if said != self._said:
-            self._said = said
-            print(said, flush=True)
-
-
-@contextlib.contextmanager
-def _screen(watched: _Watched) -> Iterator[_Live | _Lines]:
+def _shower(watched: _Watched, until_end: contextlib.ExitStack) -> Callable[[], None]:
+    """Return a function that shows the run: in a terminal in place, in a log by one line for each read with news."""
     if not sys.stdout.isatty():
-        yield _Lines(watched)
-        return
-    live = _Live(watched)
-    try:
-        yield live
-    finally:
-        live.stop()
+        said = ""
 
+        def log() -> None:
+            nonlocal said
+            before, said = said, cut(head(watched.account, watched.files.records), 200)
+            if said != before:
+                print(said, flush=True)
 
-class _Live:
-    """Output to a terminal of any size, in which new lines replace the old ones."""
+        return log
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    def __init__(self, watched: _Watched) -> None:
-        from rich.console import Console
-        from rich.live import Live
+    console = Console(highlight=False)
+    live = until_end.enter_context(Live("", console=console, auto_refresh=False, vertical_overflow="crop"))
 
-        self._watched = watched
-        self._console = Console(highlight=False)
-        self._live = Live("", console=self._console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-        self.stop = self._live.stop
+    def show() -> None:
+        text = "\n".join(lines(watched.account, watched.files.records, console.width))
+        live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
 
-    def __call__(self) -> None:
-        from rich.text import Text
-
-        text = "\n".join(self._watched.lines(self._console.width))
-        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+    return show

@@ -2,8 +2,8 @@
 
 The lock admits one run at a time, on one host or several. It is a file with an OS lock (flock). A hard link puts the
 complete and already locked file in place. Within one kernel the OS lock decides, since it ends with the last process of
-the run. On a directory that several hosts share, the OS lock may be local to each host. There the file's mtime decides,
-which the holder renews.
+the run. On a directory that several hosts share, the OS lock may be local to each host. There the holder renews the
+file's mtime, and another host counts the seconds without a change by its own monotonic clock. No date matters.
 
 Each start of a run's ranks is a generation: a unique number, and a file of that name in the run directory. A new
 generation creates its file, removes the files of earlier generations, and then their temporary files. A process that
@@ -226,7 +226,7 @@ def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, new_folders: 
             if other is None:
                 continue  # the lock was released in between
             try:
-                if judge.is_gone(other, descriptor) and _same(target, other.descriptor):
+                if judge.is_gone(other) and _same(target, other.descriptor):
                     os.replace(aside, target)
                     if not other.decided_here:
                         judge.settle(holder)
@@ -282,11 +282,8 @@ class _Judge:
         self._since = 0.0
         self._said = False
 
-    def is_gone(self, other: _Other, probe: int) -> bool:
-        """Check once; False if not yet certain. `probe`: a file of this process in the directory.
-
-        Raises: InUseError.
-        """
+    def is_gone(self, other: _Other) -> bool:
+        """Check once; False if not yet certain. Raises: InUseError."""
         holder = other.holder
         token = holder.token if holder is not None else None
         if self._seen is None or self._seen[0] != token:
@@ -309,13 +306,11 @@ class _Judge:
             return True
         if self._seen[1] != other.mtime_ns and holder is not None:
             raise _in_use(self._folder, holder)
-        os.utime(probe)
-        silent = max(waited, (os.fstat(probe).st_mtime_ns - other.mtime_ns) / 1e9)  # in the file system's own clock
         limit, who = self.patience.limit_seconds, holder or "a process that cannot be named"
-        if silent < limit:
+        if waited < limit:
             self._tell(f"{self._folder} is held by {who}: waiting up to {limit:.0f} s for a sign of life")
             return False
-        self._say(f"{self._folder}: {who} has shown no sign of life for {silent:.0f} s; its lock is taken over")
+        self._say(f"{self._folder}: {who} has shown no sign of life for {waited:.0f} s; its lock is taken over")
         return True
 
     def _tell(self, text: str) -> None:

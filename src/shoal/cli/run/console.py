@@ -105,7 +105,8 @@ class Plain(Reporter):
             self._show(record, slowest_rank)
             self._next = now + self.every_seconds
         if record.metrics:
-            self.note(metrics_line(record))
+            values = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+            self.note(f"step {record.step}  evaluation: {values}")
 
     def _show(self, record: StepRecord, slowest_rank: int) -> None:
         self.note(self._pace.line(record, slowest_rank))
@@ -147,12 +148,6 @@ class Records(Plain):
         print(record_line(record.step, self._pace.last, self._pace.line(record, slowest_rank)), flush=True)
 
 
-def metrics_line(record: StepRecord) -> str:
-    """Format the metrics of an evaluation."""
-    values = "  ".join(f"{name} {value:.4f}" for name, value in (record.metrics or {}).items())
-    return f"step {record.step}  evaluation: {values}"
-
-
 def choose_reporter(rank: int, pace: Pace, *, shown_elsewhere: bool = False) -> Reporter:
     """Choose the display: live in a terminal, plain elsewhere (or with CI, NO_COLOR, TERM=dumb), none on rank > 0."""
     if rank != 0:
@@ -186,12 +181,10 @@ def introduce(
     share = -(-job.num_grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
     each = f"{job.grain_size} sample{'s' if job.grain_size > 1 else ''} each"
-    for line in (
-        f"  grains      {job.num_grains} ({each}; {why_grains})",
-        f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
-        f"({several(-(-share // per), 'microbatch')})",
-    ):
-        reporter.note(line)
+    microbatches = several(-(-share // per), "microbatch")
+    reporter.note(f"  grains      {job.num_grains} ({each}; {why_grains})")
+    computes = f"a rank computes up to {share} grains, {per} at a time ({microbatches})"
+    reporter.note(f"  batch       {job.global_batch} samples a step; {computes}")
     mode = (
         "exact: grain by grain, one thread, fixed tree"
         if plan.execution.exact
@@ -232,7 +225,12 @@ def introduce(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
     if resumed is not None and resumed >= max(engine.order.num_steps, request.course.steps or 0):
-        reporter.note(f"  length      nothing is left to do: all steps are trained; to go on, {_longer(loaded)}")
+        longer = "give the job a larger length: Job(length=...)"
+        known = [name for name in loaded.settings if name.endswith(("epochs", "steps", "samples"))]
+        value = loaded.settings[known[0]] if known else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            longer = f"add --set {known[0]}={2 * value:g} (from Python: {known[0]}={2 * value:g}), say"
+        reporter.note(f"  length      nothing is left to do: all steps are trained; to go on, {longer}")
     if request.course.steps is not None and request.course.steps <= (resumed or 0) < engine.order.num_steps:
         reporter.note(
             f"  length      nothing is left to do: the run was told to end after step {request.course.steps}; "
@@ -257,15 +255,6 @@ def tensor_cores(plan: Plan) -> str:
         f"{'convolutions are TF32, as torch sets them; ' if is_fast else ''}tensor cores would compute matmuls with "
     )
     return f"{matmuls}{' or '.join(ways)}, which changes numbers{'' if others else '; shoal plan predicts the gain'}"
-
-
-def _longer(loaded: LoadedJob) -> str:
-    """Return how to give a job a greater length: by a setting with a suitable name, or by the field."""
-    known = [name for name in loaded.settings if name.endswith(("epochs", "steps", "samples"))]
-    value = loaded.settings[known[0]] if known else None
-    if known and isinstance(value, int | float) and not isinstance(value, bool):
-        return f"add --set {known[0]}={2 * value:g} (from Python: {known[0]}={2 * value:g}), say"
-    return "give the job a larger length: Job(length=...)"
 
 
 def conclude(

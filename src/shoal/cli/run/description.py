@@ -17,7 +17,7 @@ import torch
 
 from shoal.checkpoint.keeper import RunState
 from shoal.distributed.process_setup import versions
-from shoal.errors import JobMismatchError, RunDirectoryError
+from shoal.errors import JobMismatchError
 from shoal.installed import is_installed
 from shoal.jobs.differences import ABSENT, changed, differences
 from shoal.jobs.job import Epochs, Progress, Samples, Steps
@@ -75,23 +75,6 @@ def describe(
         "shapes_sha256": hashlib.sha256(shapes.encode()).hexdigest(),
         "versions": versions(),
     }
-
-
-def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the entry of job.json on external initial weights, from this call or the resumed run."""
-    if engine.initial_weights is not None:
-        return engine.initial_weights.to_json()
-    entry: dict[str, Any] | None = (saved or {}).get("initial_weights")
-    return entry
-
-
-def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
-    """Create the error for a resume that has neither a checkpoint nor the run's initial weights."""
-    return RunDirectoryError(
-        given="--resume of a run without any checkpoint",
-        conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
-        remedy=f"start anew with --init-from {began['from']} and another --out",
-    )
 
 
 def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:

@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,34 +50,21 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 ELASTIC = ("hosts", "slurm", "ray", "spark")
 
 
-@dataclass(frozen=True)
-class DeviceRange:
-    """Inclusive limits of the number of devices."""
-
-    least: int
-    most: int
-
-    def __str__(self) -> str:
-        return f"{self.least}:{self.most}"
-
-
-def range_of(options: RunOptions) -> DeviceRange | None:
-    """Return the range in the options, or None if they have none. Raises: CommandError for an invalid range."""
+def range_of(options: RunOptions) -> tuple[int, int] | None:
+    """Return the least and the most devices, or None if the options have no range. Raises: CommandError."""
     match = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
     if match is None:
         return None
-    limits = DeviceRange(int(match[1]), int(match[2]))
-    if not 1 <= limits.least <= limits.most:
-        raise CommandError(
-            given=f"--devices {limits}", conflict="the first is the least number, from 1", remedy="write --devices 4:16"
-        )
+    given, least, most = f"--devices {options.devices}", int(match[1]), int(match[2])
+    if not 1 <= least <= most:
+        raise CommandError(given=given, conflict="the first is the least number, from 1", remedy="write --devices 4:16")
     if options.plan is not None:
         raise CommandError(
-            given=f"--devices {limits} --plan {options.plan}",
+            given=f"{given} --plan {options.plan}",
             conflict="a plan is for one number of devices",
             remedy="leave --plan out: the planner makes one for what there is; or write a number",
         )
-    return limits
+    return least, most
 
 
 def with_number(options: RunOptions, environment: Environment | None) -> RunOptions:
@@ -85,40 +72,41 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
     limits = range_of(options)
     if limits is None:
         return replace(options, devices=whole_number("--devices", options.devices, 1))
+    given, (least, most) = f"--devices {options.devices}", limits
     if environment is not None:
         size = environment.world_size
-        if not limits.least <= size <= limits.most:
+        if not least <= size <= most:
             raise LaunchError(
-                given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
-                conflict=f"the number of processes is not within {limits}",
+                given=f"{given}, and {size} processes by {environment.engine or 'a launcher'}",
+                conflict=f"the number of processes is not within {options.devices}",
                 remedy="start another number, or write other limits",
             )
         return replace(options, devices=size)
     engine = options.on.partition(":")[0]
     if engine in ELASTIC:
-        return replace(options, devices=limits.most)
+        return replace(options, devices=most)
     if engine != "local":
         raise CommandError(
-            given=f"--devices {limits} --on {options.on}",
+            given=f"{given} --on {options.on}",
             conflict=f"{engine} is asked for one number of processes, and gives it",
             remedy=f"write a number; a range is for local, torchrun, {', '.join(ELASTIC)}",
         )
     num_gpus = visible_gpus()
     there, kind = (num_gpus, "GPUs") if num_gpus else (cores(), "cores")
-    if there < limits.least:
+    if there < least:
         raise LaunchError(
-            given=f"--devices {limits}",
+            given=given,
             conflict=f"this host has {there} {kind}",
             remedy=f"write --devices {there}, or start it where there are more",
         )
-    most = min(limits.most, there)
+    most = min(most, there)
     if options.resume or options.resume_if_exists:
-        say_note(f"--devices {limits} takes {most} processes: this host has {there} {kind}")
+        say_note(f"{given} takes {most} processes: this host has {there} {kind}")
         return replace(options, devices=most)
-    plan, _ = ask_planner(options, most, limits.least)
+    plan, _ = ask_planner(options, most, least)
     number = plan.num_processes if plan is not None else most
     why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
-    say_note(f"--devices {limits} is {number} of {there} {kind} here: {why}")
+    say_note(f"{given} is {number} of {there} {kind} here: {why}")
     return (
         replace(options, devices=number) if plan is None or options.exact else replace(options, devices=None, plan=plan)
     )
@@ -304,7 +292,7 @@ def run(options: RunOptions) -> int:
                 remedy="mend what it names, or leave --verify out",
             )
         if options.dry_run or (environment is None and options.on != "local"):
-            return submitted(options, requested(options), least=limits.least if limits is not None else None)
+            return submitted(options, requested(options), least=limits[0] if limits is not None else None)
         if environment is not None and options.on != "local":
             raise CommandError(
                 given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "

@@ -30,9 +30,7 @@ from shoal.cli.run.description import (
     certified,
     describe,
     fields_changed,
-    initial_weights_of,
     same_settings,
-    without_initial_weights,
     write_description,
 )
 from shoal.cli.run.way_out import with_way_out
@@ -40,7 +38,7 @@ from shoal.data.source import opened
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh, alone, decided_by_rank_0, open_mesh, together
 from shoal.distributed.process_setup import as_rank, has_drawn_since_loading, prepare_process, seed_loading, versions
-from shoal.errors import ExitCode, LaunchError, ShoalError, StorageError
+from shoal.errors import ExitCode, LaunchError, RunDirectoryError, ShoalError, StorageError
 from shoal.hardware.detect import cores
 from shoal.hardware.values import kind_of
 from shoal.jobs.job import Job
@@ -295,11 +293,17 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         mesh, list[str], lambda: accepted_changes(saved or {}, description, call.unlike, request.course.accept_changes)
     )
     description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
-    description["initial_weights"] = began = initial_weights_of(engine, saved)
+    of_call = engine.initial_weights
+    began: dict[str, Any] | None = of_call.to_json() if of_call is not None else (saved or {}).get("initial_weights")
+    description["initial_weights"] = began
     engine.keeper.begin()  # the job matches the run: now take over its checkpoints
     state, complaints = engine.load() if request.course.resume else (None, [])
-    if request.course.resume and state is None and began is not None and engine.initial_weights is None:
-        raise without_initial_weights(began)
+    if request.course.resume and state is None and began is not None and of_call is None:
+        raise RunDirectoryError(
+            given="--resume of a run without any checkpoint",
+            conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
+            remedy=f"start anew with --init-from {began['from']} and another --out",
+        )
     first = state.step if state else 0
     course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.course.accept_changes))
     description["lengths"] = course.to_json()
@@ -310,7 +314,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     pace = Pace(first, num_steps, engine.plan.layout.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
-        initial = engine.initial_weights if state is None else None  # restarted ranks have the same options but a state
+        initial = of_call if state is None else None  # restarted ranks have the same options but a state
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(initial.lines() if initial else ())):
             reporter.note(complaint)
 
