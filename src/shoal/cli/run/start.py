@@ -190,6 +190,7 @@ def trained(request: RunRequest, lock: DirectoryLock, signals: Signals, stream: 
     """
     recovery = Recovery(request.course.max_restarts, RunDirectory(request.where.out))
     arguments, killed = ["run", request.what.job.target], 0  # processes that the kernel had killed at the newest start
+    excused: dict[str, float] = {}  # phases that have taken longer than expected, at any start
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request, killed
@@ -209,6 +210,7 @@ def trained(request: RunRequest, lock: DirectoryLock, signals: Signals, stream: 
             # The workers of servers come last, and may be replaced if they die.
             replaceable=range(1 + plan.server.num_servers, plan.num_processes) if plan.serves else range(0),
             unsaved=recovery.unsaved_seconds,
+            excused=excused,
             stream=stream,
             lock=lock.descriptor,
         )

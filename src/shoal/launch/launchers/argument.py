@@ -14,16 +14,9 @@ _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> T:
-    """Parse the argument of `--on NAME:ARG`.
+    """Parse the argument of `--on NAME:ARG` into a frozen dataclass of a kind, whose fields are the settings.
 
-    Args:
-        kind: class of the result, a frozen dataclass whose fields are the settings.
-        name: the engine, for messages.
-        argument: the text after the colon.
-        word: the field of the first part, if that part may come without a key.
-
-    Raises:
-        CommandError: lists every part that is not a setting, is a duplicate or should be a number.
+    `word`: the field of the first part, if that part may come without a key. Raises: CommandError with every mistake.
     """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import ExitCode
 from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
 from shoal.launch.supervise.child import Child, OutputRelay, how_it_ended, last_lines, rank_lost
 from shoal.launch.supervise.recovery import EndedRank
@@ -138,14 +137,7 @@ class EngineRank:
 def environments(
     engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
 ) -> list[Environment]:
-    """Return the environment of each rank, in rank order.
-
-    Args:
-        engine: name of the engine.
-        places: node of each rank.
-        store: address and port of rank 0's store.
-        own_gpu: True if each rank sees only its own GPU.
-    """
+    """Return the environment of each rank on its place, a node. `store`: address and port of rank 0's store."""
     nodes = list(dict.fromkeys(places))
     return [
         Environment(
@@ -173,11 +165,6 @@ class RankEnd:
     look: RankLook = field(default_factory=RankLook)
     gone: str = ""
     given_up: bool = False  # this launcher ended it after another rank had failed
-
-    @property
-    def is_well(self) -> bool:
-        """True if the rank is done, or has stopped on request."""
-        return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
 
     def ended(self) -> EndedRank:
         """Return this end for the verdict. A rank that the engine has lost has no report."""

@@ -68,44 +68,31 @@ class KubernetesSettings:
 
     def check(self, given: str, num_ranks: int, *, needs_volume: bool = True) -> None:
         """Raise CommandError that lists everything that no cluster would accept or no run could use."""
-        per_pod, pods = num_ranks // max(1, self.pods), f"{self.pods} pods"
-        checks: list[tuple[object, str, str]] = [  # what has to hold, the conflict if it does not, and the remedy
-            (
-                self.kind in KINDS,
-                f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}",
-                f"write one of {', '.join(KINDS)}",
-            )
-        ]
+        per_pod, wrong = num_ranks // max(1, self.pods), dict[str, str]()
+
+        def need(holds: object, conflict: str, remedy: str) -> None:
+            if not holds:
+                wrong[conflict] = remedy
+
+        known = f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}"
+        need(self.kind in KINDS, known, f"write one of {', '.join(KINDS)}")
         for name, form, fault, remedy in _FORMS:
             text = getattr(self, name)
-            checks.append((re.fullmatch(form, text), f"{name}={text!r} {fault}", remedy))
-        checks += [
-            (
-                not self.runtime or self.kind == "trainjob",
-                f"runtime={self.runtime!r} with kind {self.kind!r}",
-                "leave runtime= out: only a TrainJob has one",
-            ),
-            (
-                0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
-                f"{num_ranks} ranks in {pods}",
-                "write --devices as a multiple of pods",
-            ),
-            (
-                self.gpus in (0, per_pod),
-                f"{self.gpus} GPUs a pod for {per_pod} ranks: a GPU serves one rank",
-                f"write gpus={per_pod}, or leave it out for ranks on the CPU",
-            ),
-            (
-                self.pods == 1 or self.claim or not needs_volume,
-                f"{pods} without a volume that all of them see",
-                "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://...",
-            ),
-            (1024 <= self.port < 65536, f"port={self.port} is none", "write port=N from 1024 to 65535"),
-        ]
-        wrong = [(conflict, remedy) for holds, conflict, remedy in checks if not holds]
+            need(re.fullmatch(form, text), f"{name}={text!r} {fault}", remedy)
+        runtime = f"runtime={self.runtime!r} with kind {self.kind!r}"
+        need(not self.runtime or self.kind == "trainjob", runtime, "leave runtime= out: only a TrainJob has one")
+        is_even = 0 < self.pods <= num_ranks and num_ranks % self.pods == 0
+        need(is_even, f"{num_ranks} ranks in {self.pods} pods", "write --devices as a multiple of pods")
+        gpus = f"{self.gpus} GPUs a pod for {per_pod} ranks: a GPU serves one rank"
+        need(self.gpus in (0, per_pod), gpus, f"write gpus={per_pod}, or leave it out for ranks on the CPU")
+        need(
+            self.pods == 1 or self.claim or not needs_volume,
+            f"{self.pods} pods without a volume that all of them see",
+            "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://...",
+        )
+        need(1024 <= self.port < 65536, f"port={self.port} is none", "write port=N from 1024 to 65535")
         if wrong:
-            conflicts, remedies = ("\n".join(texts) for texts in zip(*wrong, strict=True))
-            raise CommandError(given=given, conflict=conflicts, remedy=remedies)
+            raise CommandError(given=given, conflict="\n".join(wrong), remedy="\n".join(wrong.values()))
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,8 @@ class RayRun:
                     looks[self._actors[index].look.remote(_LOOK_SECONDS)] = index
                     continue
                 ends[index] = end
-                if not end.is_well and failed == math.inf:
-                    spoke = end.look.report is not None
+                spoke, code = end.look.report is not None, None if end.gone else end.look.code
+                if failed == math.inf and not (spoke and code in (ExitCode.DONE, ExitCode.PREEMPTED)):
                     failed = self.clock() + (_PATIENCE_SECONDS if spoke else _GRACE_SECONDS)
             if self.clock() > failed > -math.inf:
                 failed = -math.inf

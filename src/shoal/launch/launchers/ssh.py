@@ -59,9 +59,9 @@ def render(submission: Submission) -> Mapping[str, str]:
     """Return a line for each host: the command, and the ranks that the host's process starts."""
     listed = HostList.of(submission)
     lines, first = [], 0
-    for host in listed.hosts:
-        lines.append(f"{shlex.join(listed.words(host.name))}  # ranks {first} to {first + host.slots - 1}\n")
-        first += host.slots
+    for host, slots in listed.hosts.items():
+        lines.append(f"{shlex.join(listed.words(host))}  # ranks {first} to {first + slots - 1}\n")
+        first += slots
     return {"hosts": "".join(lines), "on each": shlex.join(submission.command) + "\n"}
 
 
@@ -96,19 +96,19 @@ def start(submission: Submission, signals: Signals) -> int:
 def _places(listed: HostList, submission: Submission, attempt: RankStart) -> list[tuple[str, Environment]]:
     """Return the hosts of a start by name, with the environment of each host's first rank. Raises: LaunchError."""
     hosts = listed.for_a_start()
-    counts = [host.slots for host in hosts]
+    counts = list(hosts.values())
     if len(hosts) < len(listed.hosts):
-        of_all = f"{sum(counts)} of {sum(host.slots for host in listed.hosts)} processes"
+        of_all = f"{sum(counts)} of {sum(listed.hosts.values())} processes"
         for name, said in sorted(listed.lost.items()):
             say_note(f"{name} is skipped: {of_all} ({said})")
-    address = address_of(hosts[0].name, listed.options)
+    address = address_of(next(iter(hosts)), listed.options)
     return [
         (
-            host.name,
+            host,
             Environment(
                 rank=sum(counts[:number]),
                 world_size=sum(counts),
-                local_world_size=host.slots,
+                local_world_size=counts[number],
                 address=address,
                 restarts=attempt.number,
                 host=number,
@@ -269,14 +269,6 @@ def together(errors: Sequence[LaunchError]) -> LaunchError:
 # ---------------------------------------------------------------------------------------------------------- hosts
 
 
-@dataclass(frozen=True)
-class SshHost:
-    """Host name for ssh and the host's number of ranks; 0: an even share."""
-
-    name: str
-    slots: int = 0
-
-
 def named_hosts(words: Sequence[str]) -> dict[str, int]:
     """Return the hosts in the words after `hosts:`, with the number of ranks of each; 0: an even share.
 
@@ -323,7 +315,7 @@ class HostList:
     `least`: the fewest ranks with which the run may continue if hosts are lost; None: all ranks are needed.
     """
 
-    hosts: list[SshHost]
+    hosts: dict[str, int]
     options: list[str]
     least: int | None = None
     call: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -349,17 +341,16 @@ class HostList:
             )
         for number, name in enumerate(open_hosts):
             slots_of[name] = left // len(open_hosts) + (number < left % len(open_hosts))
-        hosts = [SshHost(name, slots) for name, slots in slots_of.items()]
-        return cls(hosts, words[1:], submission.least_processes)
+        return cls(slots_of, words[1:], submission.least_processes)
 
-    def for_a_start(self) -> list[SshHost]:
+    def for_a_start(self) -> dict[str, int]:
         """Return the hosts of the next start: those that answer, or all if `least` is None or too few answer."""
         if self.least is None:
             return self.hosts
-        self.lost = self.silent | self.silent_among([h.name for h in self.hosts if h.name not in self.silent])
+        self.lost = self.silent | self.silent_among([name for name in self.hosts if name not in self.silent])
         self.silent = {}  # the next start checks these hosts again
-        left = [host for host in self.hosts if host.name not in self.lost]
-        return left if sum(host.slots for host in left) >= self.least else self.hosts
+        left = {name: slots for name, slots in self.hosts.items() if name not in self.lost}
+        return left if sum(left.values()) >= self.least else self.hosts
 
     def silent_among(self, names: Collection[str]) -> dict[str, str]:
         """Return the hosts that do not answer ssh within some seconds, with ssh's message for each."""

@@ -30,15 +30,10 @@ class HostsCluster:
 
 
 def ask_hosts(options: str) -> HostsCluster:
-    """Ask all hosts over ssh for their devices, links, memory and network.
+    """Ask all hosts in the text after `hosts:` over ssh for their devices, links, memory and network.
 
-    Args:
-        options: the text after `hosts:`.
-
-    Raises:
-        CommandError: the text names no hosts.
-        LaunchError: a host does not answer, or has another version of shoal.
-        HardwareError: the hosts have different devices.
+    Raises: CommandError without hosts; LaunchError of hosts that do not answer or have another version of shoal;
+    HardwareError if their devices differ.
     """
     words = words_of(options)
     slots = named_hosts(words)

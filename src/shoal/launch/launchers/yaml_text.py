@@ -14,13 +14,8 @@ _WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
 def documents(values: Iterable[Value]) -> str:
-    """Return the values as a stream of YAML documents."""
-    return "---\n".join(document(value) for value in values)
-
-
-def document(value: Value) -> str:
-    """Return one document. Scalars are in JSON, a subset of YAML, so that no reader guesses a text's type."""
-    return "\n".join(_lines(value)) + "\n"
+    """Return YAML documents. Scalars are in JSON, a subset of YAML, so that no reader guesses a text's type."""
+    return "---\n".join("".join(f"{line}\n" for line in _lines(value)) for value in values)
 
 
 def _lines(value: Value) -> Iterator[str]:

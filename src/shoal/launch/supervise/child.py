@@ -46,14 +46,8 @@ Sink = int | IO[Any] | Callable[[str], object] | None
 class Child:
     """Child process in a session of its own, so that Ctrl-C in the terminal reaches only this process.
 
-    Args:
-        words: the command.
-        variables: additions to this process's environment.
-        folder: the working directory; default: this process's own.
-        descriptors: descriptors that the child inherits.
-        listens: True if the child reads the lines of `tell`. Otherwise its input is empty.
-        output: what gets the child's output; default: this process's own output.
-        errors: the same for its error output.
+    The child inherits `descriptors`, and this process's environment with additional `variables`. If it `listens`, it
+    reads the lines of `tell`. `output` and `errors`: what gets its text; default: this process's own.
     """
 
     def __init__(
@@ -429,15 +423,8 @@ def _end_children() -> None:
 def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:
     """Return the result of `work` from a forked child, so that no import or data of the call stays in this process.
 
-    The child has ended when this returns.
-
-    Args:
-        work: function that returns a JSON value.
-        seconds: time limit.
-
-    Raises:
-        LaunchError: the child died or ran longer than `seconds`.
-        SystemExit: a signal asked to stop; the child has been killed.
+    The result is a JSON value, and the child has ended when this returns. Raises: LaunchError if the child died or ran
+    longer than `seconds`; SystemExit if a signal asked to stop, for which the child was killed.
     """
     until = time.monotonic() + seconds
     signals = Signals(impatient=False)

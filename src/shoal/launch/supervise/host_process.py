@@ -1,14 +1,11 @@
 """Process that ssh starts on each host of a run on several. It starts the host's ranks and reports to the launcher.
 
 The launcher sends lines of JSON: first the ranks to start, later the signals. The process answers in lines of JSON, at
-least once a second, whatever its ranks do. It announces a pause (Ctrl-Z) before it stops.
-When its standard input ends, the launcher is gone, and the process ends itself and its ranks.
+least once a second, whatever its ranks do. It announces a pause (Ctrl-Z) before it stops. When its standard input ends,
+the launcher is gone, and the process ends itself and its ranks.
 
-With the argument "ports" the process tests whether it can reach other hosts at ports like those that ranks listen on.
-It listens on two ports that the system chooses and reports them. It receives the ports of the other hosts, tries each
-and reports the results. It listens until its input ends.
-
-With the argument "cluster" the process reports its devices, links and memory, and the speed of its network.
+With the argument "ports" the process listens on two ports that the system chooses, tries those of other hosts, and
+reports which it reaches. With "cluster" it reports its devices, links and memory, and the speed of its network.
 """
 
 from __future__ import annotations
@@ -175,12 +172,6 @@ def try_ports() -> int:
     return int(ExitCode.DONE)
 
 
-def report_cluster() -> int:
-    """Report this host as a cluster of its own."""
-    print(json.dumps([__version__, to_table(here()), network_gigabits()]), flush=True)
-    return int(ExitCode.DONE)
-
-
 def _why_not_reached(place: tuple[str, int], seconds: float = _REACH_SECONDS) -> str:
     """Return the reason why an address and port cannot be reached, or an empty text if they can."""
     try:
@@ -191,4 +182,7 @@ def _why_not_reached(place: tuple[str, int], seconds: float = _REACH_SECONDS) ->
 
 
 if __name__ == "__main__":
-    sys.exit({"ports": try_ports, "cluster": report_cluster}.get("".join(sys.argv[1:]), main)())
+    if sys.argv[1:] == ["cluster"]:
+        print(json.dumps([__version__, to_table(here()), network_gigabits()]), flush=True)
+    else:
+        sys.exit(try_ports() if sys.argv[1:] == ["ports"] else main())

@@ -109,15 +109,9 @@ class RankProcess:
 
 
 def launch(run: LocalRun, signals: Signals | None = None, server: ForkServer | None = None) -> LaunchEnd:
-    """Start the workers and wait for them.
+    """Start the workers and wait for them. `server`: the fork server of a run that may be launched again.
 
-    Args:
-        run: the processes to start.
-        signals: receives the signals that arrive; default: a new object.
-        server: the fork server of a run that may be launched again; default: a new one, for this launch.
-
-    Raises:
-        LaunchError: the port in MASTER_PORT is in use.
+    Raises: LaunchError if the port in MASTER_PORT is in use.
     """
     signals = signals or Signals(impatient=False)
     with contextlib.ExitStack() as until_end:

@@ -130,27 +130,18 @@ class Recovery:
     def until_done(
         self, signals: Signals, once: Callable[[int, float], tuple[int, ShoalError | None, float]]
     ) -> tuple[int, ShoalError | None]:
-        """Restart the ranks until none is lost. After a signal no restart follows.
+        """Restart the ranks until none is lost, and return the last exit code and root error. A signal ends that.
 
-        Args:
-            signals: the signals that arrive during the run.
-            once: starts all ranks and waits for them, given the number of restarts and the time at which the last loss
-                was noticed, by `time.monotonic`. It returns the exit code, the error, and the time of the error.
-
-        Returns:
-            The exit code and the root error of the last start.
-
-        Raises:
-            FencedError: another process has resumed the run.
+        `once`: starts all ranks and waits for them, given the number of restarts and the time at which the last loss
+            was noticed, by `time.monotonic`. It returns the exit code, the error, and the time of the error.
+        Raises: FencedError if another process has resumed the run.
         """
         noticed_at = 0.0
         while True:
             self.unsaved_seconds()  # a checkpoint from before this start
             self._saved_at = self.clock()
             code, error, noticed_at = once(self.count, noticed_at)
-            if self.count and isinstance(
-                error, LaunchError
-            ):  # the ranks have met before: this is a loss like any other
+            if self.count and isinstance(error, LaunchError):  # the ranks have met before: a loss like any other
                 lost = rank_lost(error.given, error.conflict, error.remedy, rank=error.rank, host=error.host or "")
                 code, error = int(ExitCode.RANK_LOST), lost
             if error is not None:

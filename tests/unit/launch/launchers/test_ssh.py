@@ -11,14 +11,14 @@ from shoal.errors import CommandError, LaunchError, RankLostError
 from shoal.launch.environment import Environment
 from shoal.launch.launchers import ssh
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.ssh import HostList, SshHost
+from shoal.launch.launchers.ssh import HostList
 
 SUBMISSION = Submission(("run", "job.py"), "job", Path("/runs/job"), Path("/home"), 4)
 
 
 def counts(options: str, devices: int = 4) -> list[int]:
     submission = replace(SUBMISSION, options=options, num_processes=devices)
-    return [host.slots for host in HostList.of(submission).hosts]
+    return list(HostList.of(submission).hosts.values())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_is_refused(options: str, devices: int, said: str) -> None:
 
 
 def test_a_name_is_never_taken_for_an_option() -> None:
-    words = HostList([], ["-p", "2222"]).words("gpu1")
+    words = HostList({}, ["-p", "2222"]).words("gpu1")
     assert words[words.index("--") + 1] == "gpu1"
     with pytest.raises(CommandError, match="is not a host"):
         counts("a,-oProxyCommand=x")
@@ -98,17 +98,17 @@ def test_who_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("shoal.launch.launchers.ssh._ASK_SECONDS", 1.0)
-    found = HostList([], []).silent_among(["there", "gone", "shut", "mute"])
+    found = HostList({}, []).silent_among(["there", "gone", "shut", "mute"])
     assert found == {"gone": "ssh: connect to host gone port 22: No route to host", "mute": "no answer within 1 s"}
 
 
 def test_hosts_that_do_not_answer_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"a", "b", "c"}
     monkeypatch.setattr(HostList, "silent_among", lambda self, names: dict.fromkeys(set(names) - there, "no route"))
-    listed = HostList([SshHost(name, 2) for name in "abc"], [], least=4)
+    listed = HostList(dict.fromkeys("abc", 2), [], least=4)
 
     def names() -> str:
-        return "".join(host.name for host in listed.for_a_start())
+        return "".join(listed.for_a_start())
 
     assert names() == "abc"
     listed.silent = {"b": "no route"}

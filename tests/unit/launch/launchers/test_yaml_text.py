@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.launch.launchers.yaml_text import document, documents
+from shoal.launch.launchers.yaml_text import documents
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra hf")
 
@@ -27,7 +27,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(K
 @settings(max_examples=150, deadline=None)
 @given(VALUES)
 def test_every_value_comes_back(value: Any) -> None:
-    assert yaml.safe_load(document(value)) == value
+    assert yaml.safe_load(documents([value])) == value
 
 
 def test_several_documents_and_how_they_look() -> None:
