@@ -71,17 +71,11 @@ class Environment:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which `joined` reads this value."""
-        numbers = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
-        numbers |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
-        if self.listen_fd is not None:
-            numbers[LISTEN_FD] = self.listen_fd
+        values: dict[str, object] = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
+        values |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        values |= {LISTEN_FD: self.listen_fd, RUN_KEY: self.key, RESTARTS: self.restarts or None}
         if self.num_hosts > 1:
-            numbers |= {"GROUP_RANK": self.host, "GROUP_WORLD_SIZE": self.num_hosts}
-        if self.restarts:
-            numbers[RESTARTS] = self.restarts
-        texts = {"MASTER_ADDR": self.address} | ({RUN_KEY: self.key} if self.key is not None else {})
-        if self.engine:
-            texts[ENGINE] = f"{self.engine}:{self.job}" if self.job else self.engine
-        if self.own_gpu:
-            texts[OWN_GPU] = "1"
-        return texts | {name: str(value) for name, value in numbers.items()}
+            values |= {"GROUP_RANK": self.host, "GROUP_WORLD_SIZE": self.num_hosts}
+        values[ENGINE] = (f"{self.engine}:{self.job}" if self.job else self.engine) or None
+        values[OWN_GPU] = "1" if self.own_gpu else None
+        return {name: str(value) for name, value in values.items() if value is not None}

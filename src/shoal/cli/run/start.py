@@ -382,7 +382,6 @@ def _trained_alone(request: RunRequest, signals: Signals, *, forks: bool) -> tup
     error = rank_lost(
         f"the process that trained (a child of process {pid})",
         f"it {how_it_ended(status)} without a word",
-        "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
         host=platform.node(),
     )
     events = Events(RunDirectory(request.where.out).events, request.where.fence)

@@ -13,15 +13,11 @@ from typing import Any, Protocol, cast
 from shoal.errors import CommandError, LaunchError, nearest, printable
 from shoal.launch.signals import Signals
 
-# Modules, each a `Launcher`, imported when their engine is requested.
+# Engines and their modules, each a `Launcher`, which is imported when its engine is requested.
+_OWN_NAMES = {"local": "this_host", "hosts": "ssh"}
 LAUNCHERS = {
-    "local": "shoal.launch.launchers.this_host",
-    "slurm": "shoal.launch.launchers.slurm",
-    "mpi": "shoal.launch.launchers.mpi",
-    "hosts": "shoal.launch.launchers.ssh",
-    "kubernetes": "shoal.launch.launchers.kubernetes",
-    "ray": "shoal.launch.launchers.ray",
-    "spark": "shoal.launch.launchers.spark",
+    name: f"shoal.launch.launchers.{_OWN_NAMES.get(name, name)}"
+    for name in ("local", "slurm", "mpi", "hosts", "kubernetes", "ray", "spark")
 }
 
 

@@ -169,11 +169,5 @@ class RankEnd:
     def ended(self) -> EndedRank:
         """Return this end for the verdict. A rank that the engine has lost has no report."""
         how = self.gone or f"{how_it_ended(self.look.code or 0)} without a word{self.look.last}"
-        error = rank_lost(
-            f"rank {self.rank} on {self.host}",
-            f"it {how}",
-            "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
-            rank=self.rank,
-            host=self.host,
-        )
+        error = rank_lost(f"rank {self.rank} on {self.host}", f"it {how}", rank=self.rank, host=self.host)
         return EndedRank(None if self.gone else self.look.report, lambda _: error, self.look.code, self.given_up)

@@ -49,9 +49,10 @@ class RankStart:
             return rank_lost(
                 f"rank {', '.join(map(str, lost[:16]))} of {size}",
                 "it ended without a word",
-                "--resume continues from the newest checkpoint; look at the engine's own log and the host's memory",
-                rank=lost[0],
                 host=host,
+                rank=lost[0],
+                remedy="--resume continues from the newest checkpoint; look at the engine's own log and the host's "
+                "memory",
             )
 
         return [EndedRank(report, loss) for report in reports]

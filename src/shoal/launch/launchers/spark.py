@@ -121,11 +121,10 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
 
 def _slots(context: Any) -> int | None:
     """Return the number of tasks that the cluster can run at once; None if unknown."""
-    try:
+    with contextlib.suppress(Exception):
         inner = context._jsc.sc()
         return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
-    except Exception:
-        return None
+    return None
 
 
 @dataclass

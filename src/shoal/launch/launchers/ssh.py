@@ -188,22 +188,18 @@ class HostProcess:
         if self.ended is not None:
             return from_json(self.ended["error"]) if self.ended["error"] else None
         code, said = self.ssh.process.returncode, "\n".join(self._said[-5:]).strip()
-        if not self.silent and (code == SSH_FAILED or (self._said and self.port is None)):
-            vanished = not said or "closed by" in said or "not responding" in said
-            if not (self._again or self.port is not None or vanished):
-                return LaunchError(
-                    given=f"host {self.name}",
-                    conflict=said,
-                    remedy=f"let `ssh {self.name} {shlex.quote(sys.executable)} --version` work without a password "
-                    "first",
-                )
+        vanished = not said or "closed by" in said or "not responding" in said
+        if not (self.silent or self._again or vanished) and self.port is None:  # not even the first answer has come
+            command = f"ssh {self.name} {shlex.quote(sys.executable)} --version"
+            remedy = f"let `{command}` work without a password first"
+            return LaunchError(given=f"host {self.name}", conflict=said, remedy=remedy)
         if self.silent:
             said = f"it does not answer any more ({self.silent})"
         return rank_lost(
             f"host {self.name}",
             "it was lost: " + (said.splitlines()[-1] if said else f"ssh ended with {code}"),
-            "--resume goes on from the newest checkpoint, on the hosts that are left",
             host=self.name,
+            remedy="--resume goes on from the newest checkpoint, on the hosts that are left",
         )
 
 

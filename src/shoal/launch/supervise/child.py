@@ -245,7 +245,14 @@ def last_lines(text: str) -> str:
     return "".join(f"\n{line[:_LONGEST_LINE]}" for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
-def rank_lost(given: str, conflict: str, remedy: str, *, rank: int | None = None, host: str) -> RankLostError:
+def rank_lost(
+    given: str,
+    conflict: str,
+    *,
+    host: str,
+    rank: int | None = None,
+    remedy: str = "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+) -> RankLostError:
     """Return the error for the loss of a rank, or of a host with its ranks."""
     error = RankLostError(given=given, conflict=conflict, remedy=remedy)
     error.rank, error.host = rank, host

@@ -102,7 +102,6 @@ class RankProcess:
         return rank_lost(
             f"rank {self.rank} (process {self.process.pid})",
             how + (f"\nIt was in\n{shown}" if shown else ""),
-            "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
             rank=self.rank,
             host=socket.gethostname(),
         )

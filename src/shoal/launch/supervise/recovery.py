@@ -142,8 +142,8 @@ class Recovery:
             self._saved_at = self.clock()
             code, error, noticed_at = once(self.count, noticed_at)
             if self.count and isinstance(error, LaunchError):  # the ranks have met before: a loss like any other
-                lost = rank_lost(error.given, error.conflict, error.remedy, rank=error.rank, host=error.host or "")
-                code, error = int(ExitCode.RANK_LOST), lost
+                place, code = error.host or "", int(ExitCode.RANK_LOST)
+                error = rank_lost(error.given, error.conflict, host=place, rank=error.rank, remedy=error.remedy)
             if error is not None:
                 self.events.fence.check()
             pause = self.pause(error, noticed_at) if not signals.received else None
