@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.disable()  # saves a sixth of the import time and a third of a long search
     removes = arguments is None and given[:1] and given[0] in _READING
 
-    def warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> str:
+    def warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
         is_own = issubclass(category, SettingWarning)  # about a setting of the user's, which no line of code explains
         return f"warning: {message}\n" if is_own else f"{filename}:{lineno}: {category.__name__}: {message}\n"
 

@@ -70,7 +70,7 @@ def _proxy() -> int:
     return os.getppid()
 
 
-OPEN_MPI = EnvironmentReader(
-    "Open MPI's mpirun", *_OPEN_MPI[:2], partial(_read, pmi=False), nests=True, marks=_OPEN_MPI[1:2]
+OPEN_MPI, PMI = (
+    EnvironmentReader(title, names[0], names[1], partial(_read, pmi=names is _PMI), nests=True, marks=names[1:2])
+    for title, names in (("Open MPI's mpirun", _OPEN_MPI), ("MPICH's mpirun", _PMI))
 )
-PMI = EnvironmentReader("MPICH's mpirun", *_PMI[:2], partial(_read, pmi=True), nests=True, marks=_PMI[1:2])
