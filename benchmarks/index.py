@@ -35,6 +35,7 @@ GROUPS = {
     "Same results": (
         Row("matrix", "2026-11-21", TWO_CORES, ("matrix.md", "matrix.json")),
         Row("coupled", "2026-11-29", TWO_CORES, ("coupled.md", "coupled.json")),
+        Row("coupled_metrics", "2026-11-30", TWO_CORES, ("coupled_metrics.md", "coupled_metrics.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
         Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),
         Row("shipped", "2026-11-29", TWO_CORES, ("shipped.md", "shipped.json")),
