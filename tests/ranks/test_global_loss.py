@@ -312,6 +312,17 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
             traced(job, plan({"data": 2}, batch={"grains_per_microbatch": grains}), tmp_path / str(grains))
 
 
+def test_a_loss_by_rows_that_draws_is_refused(tmp_path: Path) -> None:
+    job = job_of("clip_by_rows")
+
+    def noisy(outputs: Any, data: Any, rows: slice) -> Any:
+        total, weight = job.loss(outputs, data, rows=rows)
+        return total * (1.0 + 0.1 * torch.rand(())), weight
+
+    with pytest.raises(JobError, match="loss_by_rows=True that draws random numbers"):
+        traced(replace(job, loss=noisy), plan({"data": 2}), tmp_path)
+
+
 def test_rows_of_other_shapes_are_refused(tmp_path: Path) -> None:
     def outputs(model: nn.Module, data: Any) -> Any:
         return model(data[0])[:, : 4 if bool((data[2] == 99).any()) else 8]

@@ -55,6 +55,18 @@ class Warmed(Noting):
         return found
 
 
+class Normalised(Noting):
+    """The perceptron behind a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = super().forward(self.norm(inputs))
+        return found
+
+
 class Loaded(Noting):
     """The perceptron with a buffer that counts samples."""
 
@@ -199,6 +211,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "outputs": {"outputs": lambda model, batch: model(batch[0]), "loss": centred},
     "loss_by_rows": {"outputs": lambda model, batch: model(batch[0]), "loss": centred, "loss_by_rows": True},
     "loss_by_rows alone": {"loss_by_rows": True},
+    "batch_norm by grain": {"model": Normalised},
+    "batch_norm": {"model": Normalised, "batch_norm": "batch"},
+    "batch_norm without any": {"batch_norm": "batch"},
+    "batch_norm and fuse": {"batch_norm": "batch", "fuse": False},
+    "batch_norm: no such": {"batch_norm": "global"},
     "predict": {"predict": lambda model, batch: {"class": model(batch[0]).argmax(1)}},
     "watch": {"watch": "accuracy:max"},
     "callbacks": {"callbacks": [shoal.EMA(0.5)]},

@@ -120,6 +120,10 @@ JOB: Table = {
     "outputs": Acts(changed("outputs"), PLAIN, losses),
     "loss_by_rows": Acts(changed("loss_by_rows"), PLAIN, losses),
     "loss_by_rows: alone": Refuses(changed("loss_by_rows alone"), "rows are those of the outputs"),
+    "batch_norm": Acts(changed("batch_norm"), changed("batch_norm by grain"), losses),
+    "batch_norm: no norm": Says(changed("batch_norm without any"), 'batch_norm = "batch": no effect', PLAIN),
+    "batch_norm: with fuse": Refuses(changed("batch_norm and fuse"), "have no common statistics"),
+    "batch_norm: no such": Refuses(changed("batch_norm: no such"), 'write "grain" or "batch"'),
     "predict": Acts(
         Call("predict", ("out", "--set", "change=predict"), after=PLAIN),
         Call("predict", ("out",), after=PLAIN),

@@ -105,6 +105,9 @@ class Job:
         is a parameter of the model that the loss uses. Tensors of 16 bits reach the loss in float32. Default None.
     loss_by_rows: whether the loss with `outputs` is a sum over rows of the global batch, of which each rank computes
         its own: loss(outputs, batch, rows=slice) -> (total, weight) of these rows.
+    batch_norm: samples over which BatchNorm normalises in training. "grain" (default): those of a grain. "batch": those
+        of the global batch, on any number of devices, as in plain torch with the whole batch on one device. Then each
+        rank computes its samples in one microbatch.
     optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter)
         pairs.
     train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of tensors) with the same first dim, an
@@ -167,6 +170,7 @@ class Job:
     predict: Callable[[Any, Any], Any] | None = None
     outputs: Callable[[Any, Any], Any] | None = None
     loss_by_rows: bool = False
+    batch_norm: Literal["grain", "batch"] = "grain"
     allow_state: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -264,6 +268,7 @@ class Job:
             "on_nonfinite": self.on_nonfinite,
             "allow_state": sorted(self.allow_state),
             "buffers": dict(self.buffers),
+            **({"batch_norm": self.batch_norm} if self.batch_norm != "grain" else {}),  # older runs have no such entry
         }
 
 
@@ -428,6 +433,11 @@ def _others(job: Job) -> Iterator[Mistake]:
     if job.loss_by_rows and job.outputs is None:
         given = "loss_by_rows=True without outputs"
         yield given, "rows are those of the outputs of the global batch", "give outputs, or leave loss_by_rows out"
+    if job.batch_norm not in ("grain", "batch"):
+        yield f"batch_norm={job.batch_norm!r:.40}", "BatchNorm sees a grain or the batch", 'write "grain" or "batch"'
+    elif job.batch_norm == "batch" and job.fuse is False:
+        given = 'batch_norm="batch" with fuse=False'
+        yield given, "grains with a forward of their own have no common statistics", "leave one of both out"
     for name in ("shuffle", "fuse", "loss_by_rows"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):

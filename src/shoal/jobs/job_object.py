@@ -22,7 +22,7 @@ from shoal.jobs.job_file import FREE, JOB_FILE, LENGTHS, JobModule, code, digest
 from shoal.plans.grains import FEW_GRAINS
 
 # Fields of a job that earlier runs did not have, with their defaults.
-_ADDED = {"loss_by_rows": False}
+_ADDED = {"loss_by_rows": False, "batch_norm": "grain"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ITEMS = 64  # maximum number of items of a container to visit
 

@@ -69,6 +69,23 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
     return whole
 
 
+def normalised_alone(given: Mapping[str, Any]) -> Tensor:
+    """Apply batch normalisation with the running statistics, so that no sample sees another; then update these.
+
+    A look at a few samples computes so what training normalises over the global batch.
+    """
+    input, running = given["input"], [given.get(name) for name in _RUNNING]
+    with torch.no_grad():
+        variance, mean = torch.var_mean(input, [dim for dim in range(input.ndim) if dim != 1], correction=0)
+    before = [torch.zeros_like(mean), torch.ones_like(mean)]
+    before = [fill if own is None else own.clone() for own, fill in zip(running, before, strict=True)]
+    normal = F.batch_norm(**{**given, **dict(zip(_RUNNING, before, strict=True)), "training": False})
+    for own, value in zip(running, (mean, variance), strict=True):
+        if own is not None:
+            own.lerp_(value.to(own.dtype), given.get("momentum", 0.1))
+    return normal
+
+
 def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
     """Return True if one call for all grains is faster than one per grain, because a launch outlasts its kernel.
 

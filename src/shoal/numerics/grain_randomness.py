@@ -158,11 +158,13 @@ class GrainScope(TorchFunctionMode):
         *,
         is_older: bool = False,
         keys: SampleKeys | None = None,
+        batch_norm: Callable[[Mapping[str, Any]], Tensor] | None = None,
     ) -> None:
         """Create the scope.
 
         `names`: names of the model's modules; by default all draws belong to one module. `is_older`: the training began
         before numbers were drawn by hash, so it must not draw. `keys`: the keys of a scope that is replayed.
+        `batch_norm`: computes torch's function from its arguments in place of normalisation by grain.
         """
         super().__init__()
         self.key = random_key(seed, "model", step)
@@ -171,7 +173,7 @@ class GrainScope(TorchFunctionMode):
         self._indices = [grain.index for grain in grains]
         self.sizes = tuple([grain.size for grain in grains])  # rows of each grain
         self._rows = sum(self.sizes)
-        self._is_older = is_older
+        self._is_older, self.batch_norm = is_older, batch_norm
         self.calls = 0
         self._leaked = False
         self._outside: tuple[Any, ...] | None = None  # states of the other generators while the scope is active
@@ -352,6 +354,9 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     if not given.get("training", False):
         return func(*args, **kwargs)
     scope.calls += 1
+    if scope.batch_norm is not None:
+        scope.check_rows(given["input"].shape[0])
+        return scope.batch_norm(given)
     return normalised_by_grain(scope.split(given["input"]), given)
 
 

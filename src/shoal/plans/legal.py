@@ -170,34 +170,54 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
-# Refusals of plans for jobs with a loss over the global batch.
-GLOBAL_LOSS: tuple[Rule, ...] = (
-    *(
+
+def _of_whole_batch(option: str) -> tuple[Rule, ...]:
+    """Return the refusals for a job with an option by which ranks meet within a step, about samples of all of them."""
+    axes = tuple(
         Rule(
             lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
-            f"Job(outputs=...) gathers the outputs of whole models, of which a {axis} axis gives each rank a part",
+            f"{option} needs the whole model on each rank, of which a {axis} axis gives a rank a part",
             f"layout.{axis} = 1 and a larger data or shard axis",
         )
         for axis in ("tensor", "pipeline", "context")
-    ),
+    )
+    return (
+        *axes,
+        Rule(
+            lambda plan: plan.serves,
+            ("server.mode",),
+            f"the workers of a parameter server do not meet within a step, as {option} needs",
+            'server.mode = "none"',
+        ),
+        Rule(
+            lambda plan: plan.execution.compile != "none" or plan.execution.cuda_graph,
+            ("execution.compile", "execution.cuda_graph"),
+            f"with {option} ranks meet within a step, which is therefore computed eagerly",
+            'execution.compile = "none" and execution.cuda_graph = false',
+        ),
+    )
+
+
+# Refusals of plans for jobs with a loss over the global batch.
+GLOBAL_LOSS: tuple[Rule, ...] = (
+    *_of_whole_batch("Job(outputs=...)"),
     Rule(
-        lambda plan: plan.serves,
-        ("server.mode",),
-        "the workers of a parameter server do not meet within a step, and Job(outputs=...) gathers outputs there",
-        'server.mode = "none"',
-    ),
-    Rule(
-        lambda plan: plan.execution.compile != "none" or plan.execution.cuda_graph,
-        ("execution.compile", "execution.cuda_graph"),
-        "a step of Job(outputs=...) gathers outputs between its forward and its backward, and is computed eagerly",
-        'execution.compile = "none" and execution.cuda_graph = false',
-    ),
-    Rule(
-        lambda plan: is_compressed(plan),
+        is_compressed,
         ("collectives.compression",),
         "compression scales what a rank holds back by the rank's weight, and Job(outputs=...) has one weight for all",
         'collectives.compression = "none"',
+    ),
+)
+
+# Refusals of plans for jobs with batch norms over the global batch.
+GLOBAL_NORM: tuple[Rule, ...] = (
+    *_of_whole_batch('Job(batch_norm="batch")'),
+    Rule(
+        lambda plan: plan.execution.exact,
+        ("execution.exact",),
+        'exact mode computes grain by grain, and Job(batch_norm="batch") needs all grains of a rank in one forward',
+        'execution.exact = false, or batch_norm="grain"',
     ),
 )
 
@@ -294,6 +314,7 @@ CLOSURE: tuple[Rule, ...] = (
 def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
     """Yield this plan's conflicts, with `facts` also those with the job's loss and optimizer."""
     of_job = (*(GLOBAL_LOSS if facts and facts.has_global_loss else ()),)
+    of_job += (*(GLOBAL_NORM if facts and facts.has_global_norm else ()),)
     of_job += (*(CLOSURE if facts and facts.has_closure else ()),)
     for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ()), *of_job):
         if rule.applies(plan):
@@ -338,6 +359,7 @@ class ModelFacts:
     repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
     places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
     has_global_loss: bool = False  # whether the job's loss sees the outputs of the global batch
+    has_global_norm: bool = False  # whether its batch norms see the global batch
     has_closure: bool = False  # whether the job's optimizer computes the loss several times in a step
 
     @property
@@ -357,7 +379,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     """Return all conflicts, in the order of a plan's sections."""
     if facts is None:
         return list(excluded(plan))
-    rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
+    rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches, _one_microbatch)
     of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
     return [*of_model, *excluded(plan, facts)]
 
@@ -639,6 +661,19 @@ def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
     """Return the numbers of grains per microbatch that suit the plan's schedule, in order; may be empty."""
     share = -(-facts.num_grains // (plan.layout.data * plan.layout.shard))
     return [n for n in range(1, share + 1) if _fits(plan.with_sections(batch={"grains_per_microbatch": n}), facts)]
+
+
+def _one_microbatch(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    per, ranks = plan.batch.grains_per_microbatch, plan.layout.divides_grains
+    share = -(-facts.num_grains // ranks)
+    if facts.has_global_norm and 0 < per < share and not plan.execution.exact:
+        yield Conflict(
+            "batch.grains_per_microbatch",
+            f"batch.grains_per_microbatch = {per} of the {share} grains of a rank",
+            'Job(batch_norm="batch") needs the statistics of all samples before the layer that follows a norm',
+            f"batch.grains_per_microbatch = {share}, or more data ranks, or a smaller Job(global_batch=...) (which "
+            'changes the run), or batch_norm="grain"',
+        )
 
 
 def _microbatches(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:

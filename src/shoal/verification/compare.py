@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -233,7 +233,11 @@ class _Comparison:
                 yield worst
 
     def _loss(self) -> Iterator[Check]:
-        for part in self._p.parts:
+        parts = self._p.parts
+        if len(self._base.parts) == 1 < len(parts):  # samples of all ranks share their batch norms
+            total, weight = (math.fsum(getattr(part, name) for part in parts) for name in ("total", "weight"))
+            parts = [replace(self._base.parts[0], total=total, weight=weight)]
+        for part in parts:
 
             def of(way: Computed, grains: tuple[int, ...] = part.grains) -> Tensor | None:
                 own = parts_within(way, grains)

@@ -86,7 +86,7 @@ class Computed:
     """Result of a reference step.
 
     `contributions`: gradients of each rank's grains, divided by the step's weight. `parts`: gradients of single
-    microbatches of a fused variant, as far as they fit.
+    microbatches of a fused variant, as far as they fit. Both are empty if all samples share their batch norms.
     """
 
     trace: StepTrace
@@ -178,9 +178,11 @@ class Reference:
     def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> list[tuple[int, Microbatch]]:
         """Return the (rank, microbatch) pairs of a step in the variant's order."""
         pairs = []
-        for rank in range(self._num_ranks):
-            loader = MapLoader(self._source, self._order, DataRank(rank, self._num_ranks), 0, pin_memory=False)
-            loader.seek(number, per_microbatch if way.fused else 1)
+        whole = self._job.batch_norm == "batch"  # all samples share their batch norms
+        num_ranks = 1 if whole else self._num_ranks
+        for rank in range(num_ranks):
+            loader = MapLoader(self._source, self._order, DataRank(rank, num_ranks), 0, pin_memory=False)
+            loader.seek(number, self._job.num_grains if whole else per_microbatch if way.fused else 1)
             pairs += [(rank, microbatch) for microbatch in loader.step(number).microbatches]
         if way.order == -1:
             pairs.reverse()
@@ -233,11 +235,13 @@ class Reference:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 gradient = gradient.to(torch.promote_types(gradient.dtype, self._precision.reduce))
                 sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+                result.magnitudes[name] = result.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
+                if self._job.batch_norm == "batch":  # the gradient of all ranks' samples together
+                    continue
                 own = result.contributions.setdefault(rank, {})
                 own[name] = own[name] + gradient if name in own else gradient.clone()
                 if way.fused and size * (len(result.parts) + 1) <= _MOST_PARTS_BYTES:
                     result.parts.setdefault((rank, grains), {})[name] = gradient.clone()
-                result.magnitudes[name] = result.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
             for name, value in after.items():
                 if name in changed or not identical(value, start[name]):
                     changed.add(name)

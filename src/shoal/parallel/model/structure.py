@@ -262,8 +262,9 @@ def refuse_wrapped(model: nn.Module, place: str = "model()") -> None:
                 given=f"{place} with SyncBatchNorm{where}",
                 conflict="it normalises over the ranks of a process group, so that the number of devices changes the "
                 "result, and it runs on GPUs alone",
-                remedy="build the model with torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, which shoal computes by "
-                "grain, the same on any number of devices, and leave out convert_sync_batchnorm",
+                remedy='write Job(batch_norm="batch"), which normalises over the global batch on any layout; or '
+                "leave out convert_sync_batchnorm: shoal computes torch.nn.BatchNorm1d, BatchNorm2d and BatchNorm3d "
+                "by grain",
             )
 
 

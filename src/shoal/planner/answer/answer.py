@@ -65,12 +65,16 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     if model is not None:
         facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
         try:
-            facts = replace(facts, places=() if has_global_loss else places(model, job.loss, grain))
+            facts = replace(
+                facts, places=() if has_global_loss or job.batch_norm == "batch" else places(model, job.loss, grain)
+            )
         except ShoalError as error:
             facts, uncut = replace(facts, places=()), f"{error.conflict}; {error.remedy}"
     optimizer = _outlined_optimizer(job, model)
     has_closure = optimizer is not None and needs_closure(optimizer)
-    facts = replace(facts, has_global_loss=has_global_loss, has_closure=has_closure)
+    facts = replace(
+        facts, has_global_loss=has_global_loss, has_closure=has_closure, has_global_norm=job.batch_norm == "batch"
+    )
     # Why this machine cannot shard gradients and parameters; the releases of other machines are unknown.
     lacking = torch_release.missing() if cluster_name == "here" else ""
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}

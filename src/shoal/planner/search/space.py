@@ -163,7 +163,7 @@ class Space:
             for pipeline in range(1, min(self.num_layers, most // tensor) + 1)
             for context in _contexts(self.facts, tensor, most)
         )
-        return tuple(cut for cut in degrees if cut.ranks <= most and not self.refusal(self.plan(*_alone(cut))))
+        return tuple(cut for cut in degrees if cut.ranks <= most and not _refusal_of(self, cut))
 
     @cached_property
     def num_layers(self) -> int:
@@ -196,6 +196,7 @@ class Space:
         share = self.share(place)
         limit = 1 if self.base.execution.exact else self.max_grains or share
         sizes = [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
+        sizes = [share] if self.facts.has_global_norm else sizes
         kinds = product(reversed(sizes), recomputes(self.base), self.sequences(place.cut))
         return [ScheduleFamily(*kind) for kind in kinds]
 
@@ -266,6 +267,12 @@ def _alone(cut: ModelDegrees, replicas: int = 1) -> tuple[Degrees, MicrobatchSch
     return Degrees(replicas, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
 
 
+def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
+    """Return the reason why model-parallel degrees are illegal with any number of microbatches, or None."""
+    one = replace(space, facts=replace(space.facts, num_grains=1))
+    return one.refusal(one.plan(*_alone(cut)))
+
+
 def _tensor_degrees(space: Space) -> Sequence[int]:
     """Return the divisors of the number of heads, so that attention divides evenly; else 1 to the widest layer."""
     if not space.tensor:
@@ -319,7 +326,7 @@ def illegal(space: Space) -> Iterator[Illegal]:
         legal_alone = cut.tensor in _tensor_degrees(space) and cut.pipeline <= min(num_layers, most)
         if cut.ranks > most or not legal_alone or cut.context not in _contexts(facts, cut.tensor, most):
             continue
-        conflict = space.refusal(space.plan(*_alone(cut)))
+        conflict = _refusal_of(space, cut)
         if conflict and conflict not in seen:
             seen.add(conflict)
             yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), conflict)

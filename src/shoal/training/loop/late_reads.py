@@ -85,6 +85,7 @@ class LateReads:
             and parts.strategy.queues
             and parts.loader.looks_ahead
             and parts.job.outputs is None  # whose ranks read each other's grains within the step
+            and parts.computer.norm is None
             and not kinds & {torch.float64, torch.complex128}
         )
         self._tries, self._pause, self._not_before = 0, 1, 0

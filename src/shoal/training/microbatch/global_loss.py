@@ -26,7 +26,7 @@ from shoal.data.loader import Loader, Microbatch
 from shoal.data.source import NoSamples
 from shoal.distributed.collectives.fixed_tree import TreeSum
 from shoal.errors import JobError, PeerError
-from shoal.numerics.generators import generators_kept, seed_everything
+from shoal.numerics.generators import DrawWatch, generators_kept, seed_everything
 from shoal.numerics.isolation import without_modes
 from shoal.numerics.operators import as_real, in_dtype, raw_bytes, real_numel, views_of
 from shoal.numerics.outputs import (
@@ -307,15 +307,23 @@ class GlobalLoss:
             reads = _Reads({id(batch[place]): place for place in unread})
             tree = tree_unflatten(batch, self._step.batch)
             error: Exception | None = None
+            draws = DrawWatch()
+            draws.begin()
             try:
                 with reads if reads.places else contextlib.nullcontext():
                     losses = {grain: pair(outputs.tree(leaves), tree) for grain, pair in pairs.items()}
+                if self._job.loss_by_rows and draws.end():
+                    raise JobError(
+                        given="a loss with loss_by_rows=True that draws random numbers",
+                        conflict="each rank would draw others for its rows, so that the result depends on the layout",
+                        remedy="draw in Job(outputs=...), by sample, or leave loss_by_rows out",
+                    )
             except Exception as caught:
                 error = None if reads.read else caught
             if self._job.loss_by_rows:  # ranks compute other rows, and may read other parts of the batch
                 rows = self._mesh.gather_json({"failed": True} if error is not None else sorted(reads.read))
                 if error is None and {"failed": True} in rows:
-                    raise _peer_failed()
+                    raise peer_failed()
                 reads.read = {place for row in rows if isinstance(row, list) for place in row}
             if error is not None:
                 raise error
@@ -349,7 +357,7 @@ class _Gathering:
             }
         )
         if any("failed" in row for row in rows):
-            raise _peer_failed()
+            raise peer_failed()
         self.holders = [[grain for grain, _ in row["grains"]] for row in rows]
         self._sizes = [sum(size for _, size in row["grains"]) for row in rows]
         sizes = dict(sorted(pair for row in rows for pair in row["grains"]))
@@ -528,7 +536,8 @@ def _common(layouts: Sequence[Any]) -> Any:
     return layouts[0] if layouts and all(list(one or ()) == list(layouts[0] or ()) for one in layouts) else None
 
 
-def _peer_failed() -> PeerFailedError:
+def peer_failed() -> PeerFailedError:
+    """Return the error of a rank that cannot finish a step because another rank has failed."""
     return PeerFailedError(given="another rank", conflict="it has failed in this step", remedy="read its message")
 
 

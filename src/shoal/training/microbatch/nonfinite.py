@@ -89,7 +89,7 @@ def find_nonfinite(
     """
 
     def is_finite(microbatch: Microbatch) -> bool:
-        with computer.scope(microbatch):
+        with computer.scope(microbatch, computer.grain_scope(microbatch)):
             total, _ = computer.loss(precision.inputs(microbatch.batch))
         if not bool(torch.isfinite(total)):
             return False

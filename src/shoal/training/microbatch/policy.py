@@ -43,7 +43,8 @@ class MicrobatchPolicy:
     @classmethod
     def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
         """Return the policy before the probe of the first batch."""
-        return cls(grains_per_microbatch, fuse=job.fuse)
+        randomness = "scoped" if job.batch_norm == "batch" else "none"
+        return cls(grains_per_microbatch, randomness, fuse=job.fuse)
 
     @property
     def effective_grains(self) -> int:

@@ -80,6 +80,8 @@ class PolicyProbe:
             flags = parts.mesh.all_gather([float(result.too_large), float(not result.conclusive)])
             too_large, unclear = flags.max(axis=0) > 0
             agreed = self.agree_on(result.computation, None if too_large else fetched.step)
+            if first is not None and parts.computer.job.batch_norm == "batch" and not parts.computer.has_normalised:
+                self._note('batch_norm = "batch": no effect, since the model computes no batch norm')
             # A non-finite batch is not conclusive: probe the next batch, too.
             self.is_done = not unclear and not self._without_rule(agreed)
             if agreed.effective_grains != before:
@@ -116,9 +118,14 @@ class PolicyProbe:
 
     def fewer_grains(self, error: Exception) -> MicrobatchPolicy:
         """Return the policy with half the grains per microbatch. Raises: OutOfMemoryError if there is only one."""
-        computation = self._parts.computer.computation
+        computation, job = self._parts.computer.computation, self._parts.computer.job
+        if job.batch_norm == "batch":
+            raise OutOfMemoryError(
+                given='the samples of a rank, with Job(batch_norm="batch")',
+                conflict=f"they do not fit in memory together: {str(error).strip()[:200] or type(error).__name__}",
+                remedy='use more devices, or write memory.recompute = "full", or batch_norm="grain"',
+            ) from error
         if computation.effective_grains == 1:
-            job = self._parts.computer.job
             size = job.grain_size
             remedy = 'write memory.recompute = "full", or divide the model: shoal plan says how it fits'
             if size > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.distributed.mesh import NO_ROW, Mesh, raise_together
 from shoal.errors import JobError, LossError, OutOfMemoryError, ShoalError, text_of
 from shoal.jobs.job import Job
-from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.batch_statistics import StepBuffers, normalised_alone, normalised_by_grain
 from shoal.numerics.generators import DrawWatch, generators_kept, seed_everything
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import ReentrantContext, without_modes
@@ -85,6 +85,7 @@ class LossComputer:
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
     has the whole model. `regions`: the compiled regions, if any. `gathers`: only the shard axis divides the model, so
     each rank gathers whole parameters. `writing`: receives the modules with a forward that writes parameters.
+    `norm`: computes batch normalisation over the rows of all ranks, if a job has that and several ranks.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class LossComputer:
         regions: Regions | None = None,
         gathers: bool = False,
         writing: set[nn.Module] | None = None,
+        norm: Callable[[Mapping[str, Any], bool], Tensor] | None = None,
     ) -> None:
         self.writing = set() if writing is None else writing
+        self.norm, self.has_normalised = norm, False
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
         self.exact, self.regions, self.gathers = exact, regions or Regions(), gathers
         self.look_seconds = 0.0  # total of all looks
@@ -136,22 +139,36 @@ class LossComputer:
         return LossComputer(self.job, self.model, precision, self.computation, self.evaluate, **known)
 
     def scope(
-        self, microbatch: Microbatch, grains: GrainScope | None = None, draws: DrawWatch | None = None
+        self,
+        microbatch: Microbatch,
+        grains: GrainScope | None = None,
+        draws: DrawWatch | None = None,
+        *,
+        counts: bool = True,
     ) -> contextlib.AbstractContextManager[None]:
         """Return the context for a microbatch's forward and backward. It raises RedoError if the policy does not fit.
 
-        `draws`: a watch over the random draws of consecutive steps.
+        `draws`: a watch over the random draws of consecutive steps. `counts`: False for a filler.
         """
         if self._computes_plainly and self.computation.randomness == "none":
             known = self._drawless
             if known is None or draws is None or known.given is not draws or known.computation is not self.computation:
                 known = self._drawless = _DrawlessScope(self.computation, draws)
             return known
-        return self._scope(microbatch, grains)
+        return self._scope(microbatch, grains, counts)
 
     @contextlib.contextmanager
-    def _scope(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
+    def _scope(self, microbatch: Microbatch, grains: GrainScope | None, counts: bool) -> Iterator[None]:
         kind = self.computation.randomness
+        if self.job.batch_norm == "batch":
+            if kind == "opaque":
+                raise JobError(
+                    given='Job(batch_norm="batch") with a model that draws at random in ways that cannot be told apart '
+                    "by grain",
+                    conflict="such a model computes each grain by itself, and a batch norm needs all grains at once",
+                    remedy='draw with functions of torch on tensors by sample, or write batch_norm="grain"',
+                )
+            grains = grains or self.grain_scope(microbatch, functools.partial(self._normalised, counts))
         with self.precision.products():
             if kind == "opaque":
                 seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
@@ -174,10 +191,26 @@ class LossComputer:
         grains = self.grain_scope(microbatch)
         return ReentrantContext(lambda: self.scope(microbatch, grains))
 
-    def grain_scope(self, microbatch: Microbatch) -> GrainScope:
-        """Return the scope of a microbatch's random numbers and batch statistics."""
+    def grain_scope(
+        self, microbatch: Microbatch, batch_norm: Callable[[Mapping[str, Any]], Tensor] | None = None
+    ) -> GrainScope:
+        """Return the scope of a microbatch's random numbers and batch statistics.
+
+        `batch_norm`: computes a norm over the global batch. Without it, as in a look, no sample sees another there.
+        """
         is_older = not self.computation.by_hash
-        return GrainScope(self.job.seed, microbatch.step, microbatch.grains, self.names, is_older=is_older)
+        if self.job.batch_norm == "batch":
+            batch_norm = batch_norm or self._normalised_alone
+        known = self.job.seed, microbatch.step, microbatch.grains, self.names
+        return GrainScope(*known, is_older=is_older, batch_norm=batch_norm)
+
+    def _normalised(self, counts: bool, given: Mapping[str, Any]) -> Tensor:
+        """Normalise over the global batch, of which this process has all rows if there is no `norm`."""
+        return normalised_by_grain([given["input"]], given) if self.norm is None else self.norm(given, counts)
+
+    def _normalised_alone(self, given: Mapping[str, Any]) -> Tensor:
+        self.has_normalised = True
+        return normalised_alone(given)
 
     @functools.cached_property
     def names(self) -> dict[nn.Module, str]:
@@ -357,7 +390,7 @@ class ForwardBackward:
         parts.clock.mark("forward")
         if counts and self.is_observed:
             parts.observer.microbatch(microbatch, batch)
-        context = parts.computer.scope(microbatch, draws=self.draws)
+        context = parts.computer.scope(microbatch, draws=self.draws, counts=counts)
         if parts.clock.is_listened_to:
             context = _within(labelled(parts.clock, microbatch), context)
         return batch, context
@@ -535,8 +568,10 @@ class StepRunner:
         self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
         self._global_loss = GlobalLoss(parts, loader) if parts.computer.job.outputs is not None else None
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
+        # Whether ranks wait for each other within a forward, which therefore all of them compute equally often.
+        self._meets = parts.strategy.syncs_every_microbatch or parts.computer.norm is not None
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
-        if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
+        if self._meets and parts.pipeline is None:
 
             def note_output(model: nn.Module, args: Any, output: Any) -> None:
                 self._output = output
@@ -639,7 +674,7 @@ class StepRunner:
             self.probe.agree_on(step.proposal, number, in_step=True)
 
     def _passes(self, fetched: FetchedStep, factor: float, *, again: bool = False) -> StepPasses:
-        parts, meets = self._parts, self._parts.strategy.syncs_every_microbatch
+        parts, meets = self._parts, self._meets
         together = self._with_gradient if meets and parts.pipeline is None else None
         passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         is_one = fetched.data is not None and fetched.data.num_microbatches == 1
@@ -660,8 +695,9 @@ class StepRunner:
             if meets:  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(
                     given=f"a model that computes this batch in another way than the first batch: {redo}",
-                    conflict="ranks with sharded parameters cannot repeat a step that they have begun",
-                    remedy='write shard.level = "optimizer", or a model that computes all batches alike',
+                    conflict="ranks that meet within a forward cannot repeat a step that they have begun",
+                    remedy='write shard.level = "optimizer" and batch_norm="grain", or a model that computes all '
+                    "batches alike",
                 ) from redo
             proposal = redo.proposal
             if self._draws is not None and self._draws.is_unclear:
@@ -674,7 +710,7 @@ class StepRunner:
             is_lost, pipeline = is_lost_peer(caught), parts.pipeline
             reports = pipeline is not None and pipeline.alone and not is_lost
             ends_at_once = (is_lost and not isinstance(caught, ShoalError)) or (
-                parts.sharded_model.divided and not reports
+                (parts.sharded_model.divided or parts.computer.norm is not None) and not reports
             )
             if ends_at_once or (fetched.error is None and pipeline is not None and not seen):
                 raise as_shoal_error(caught) from caught
@@ -695,8 +731,7 @@ class StepRunner:
 
     def _compute(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
         """Compute the microbatches and add them to `seen`. Their data are released on return, before the next fetch."""
-        parts, inputs, loader = self._parts, self._on_device, self._loader
-        meets = parts.strategy.syncs_every_microbatch
+        parts, inputs, loader, meets = self._parts, self._on_device, self._loader, self._meets
 
         def filler() -> LoadedMicrobatch:
             microbatch = next(loader.fillers(fetched.step))
@@ -716,6 +751,14 @@ class StepRunner:
             return
         own = fetched.data.num_microbatches if fetched.data is not None else 0
         most = loader.most_microbatches(fetched.step) if meets else own
+        if most > 1 and parts.computer.job.batch_norm == "batch":
+            why = parts.computer.why_not_fused(parts.computer.computation)
+            raise JobError(
+                given=f'Job(batch_norm="batch") with {most} microbatches a rank',
+                conflict="a norm over the global batch needs all samples of a rank in one forward"
+                + ("" if parts.computer.computation.fuse else f", and grains share no forward: {why}"),
+                remedy='use more devices or a smaller global_batch, or write batch_norm="grain"',
+            )
         microbatches, is_read = fetched.microbatches(inputs), fetched.first is not None
         if self._repeats:
             self._copies = []
@@ -744,7 +787,7 @@ class StepRunner:
             parts = self._parts
             with generators_kept(), without_modes():
                 for filler in self._loader.fillers(step) if self._output is None else ():
-                    with parts.computer.scope(filler):
+                    with parts.computer.scope(filler, counts=False):
                         parts.computer.loss(self._on_device(filler.batch))
                     if self._output is not None:
                         break

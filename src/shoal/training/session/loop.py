@@ -52,6 +52,22 @@ class SessionStep:
         """
         self._loop.passes.backward(self.number, total, weight)
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return a tensor by sample of the current batch for the whole global batch, in the order of samples.
+
+        The result is differentiable: gradients of all ranks are summed, so that the loss may be the whole one on each
+        rank, `step.backward(total, weight)`, or that of the rank's own rows with their weight.
+
+        Args:
+            tensor: [samples of the batch, ...], with the same dtype and row shape on all ranks.
+
+        Raises:
+            JobError: If a rank has several batches in the step, or none, or if ranks give unlike tensors.
+
+        Collective: all ranks, equally often, and again in the backward.
+        """
+        return self._loop.passes.gather(self.number, tensor)
+
     def batches(self, *optimizers: Any) -> Iterator[Any]:
         """Return an iterator over this rank's batches of the step. At its end these optimizers (default: all) update.
 

@@ -34,6 +34,7 @@ from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
 from shoal.training.observer import Observer, StepClock
 from shoal.training.session.arguments import Prepared, Training
+from shoal.training.session.gathers import Gathers
 from shoal.training.session.guard import ForwardWatch, LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.setup.choices import CopyNeed, copy_need
@@ -235,6 +236,7 @@ class BatchPasses:
         self._watch = LoopWatch()
         self._after: Groups | None = None
         self._microbatch: Microbatch | None = None
+        self._gathers = Gathers(base.mesh)
         self.error: ShoalError | None = None
         self.torn = False
 
@@ -268,6 +270,7 @@ class BatchPasses:
         factor = loss_scale.factor(base.job.global_batch)
         self._passes = ForwardBackward(parts, factor)
         self._passes.begin(step)
+        self._gathers.begin()
         self._observer.begin(self._count, factor)
         self._states.begin(step)
 
@@ -288,6 +291,7 @@ class BatchPasses:
     def batches(self, microbatches: Iterator[Microbatch], count: int) -> Generator[object]:
         """Yield this rank's batches; afterwards `error` has any error of them."""
         replay, precision = self._base.replay, self._base.precision
+        self._num_batches = count
         try:
             if replay is not None:
                 microbatches = replay.order(microbatches)
@@ -332,8 +336,18 @@ class BatchPasses:
             )
         total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._has_loss = True
-        self._passes.add(microbatch, total, weight, last=self._last)
+        self._passes.add(microbatch, self._gathers.tied(total), weight, last=self._last)
         self._watch.note(self._way.parameters, moved=self._base.plan.execution.exact)
+
+    def gather(self, number: int, tensor: Tensor) -> Tensor:
+        """Return a tensor by sample for the samples of all ranks. Raises: as `Gathers.gather`; UserCodeError."""
+        if self._microbatch is None or self._has_loss:
+            raise UserCodeError(
+                given=f"step.gather() of step {number} without a batch, or after its step.backward()",
+                conflict="it gathers what the loss of a batch compares",
+                remedy="call it within the loop over the batches, before step.backward()",
+            )
+        return self._gathers.gather(tensor, self._microbatch.num_samples, self._num_batches)
 
     def rate(self, progress: Progress) -> None:
         """Compute the schedule's multiplier for the coming update. A failure goes to `error` before the ranks sum."""
@@ -346,6 +360,7 @@ class BatchPasses:
 
     def finish(self, error: ShoalError | None) -> StepSums:
         """Return the sums over all ranks, and set every parameter's gradient. Collective: all ranks."""
+        self._gathers.end(failed=error is not None)
         return self._passes.finish(Flags(errors=int(error is not None)), [])
 
     def update(self, sums: StepSums, loss_scale: LossScale, progress: Progress) -> Update:

@@ -37,7 +37,7 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
-from shoal.plans.legal import ModelFacts, conflicts, refuse
+from shoal.plans.legal import conflicts, refuse
 from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
 from shoal.runs.directory import Fence
@@ -49,6 +49,7 @@ from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.step_modes import RunTrial
 from shoal.training.loop.trainer import Trainer, TrainingParts
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
+from shoal.training.microbatch.global_norm import GlobalNorm
 from shoal.training.microbatch.loss_pair import LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import LossComputer, StepRunner
@@ -58,7 +59,7 @@ from shoal.training.observer import Observer, StepClock, StepListener
 from shoal.training.setup.choices import choose
 from shoal.training.setup.job_model import construct_twice, make_model, outline, seeded_model, unlike_ranks, with_grains
 from shoal.training.setup.memory_check import refuse_too_large
-from shoal.training.setup.preflight import compare_data, compare_models, judged
+from shoal.training.setup.preflight import compare_data, compare_models, facts_of_job, judged
 from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import (
     Parameters,
@@ -205,12 +206,12 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         if ready.grains is None:
             ready = with_grains(ready)
         data = replace(ready.train_data, bad_samples=options.bad_samples)
-        _check_data(data, plan, mesh)
+        _check_data(ready, data, plan, mesh)
         return ready, data
 
     job, data = together(mesh, open_data)
-    if job.outputs is not None:  # also of plans that were judged without their job
-        refuse(conflicts(plan, ModelFacts(job.num_grains, job.grain_size, has_global_loss=True)))
+    if job.outputs is not None or job.batch_norm == "batch":  # also of plans that were judged without their job
+        refuse(conflicts(plan, facts_of_job(job)))
     mapped_source = data.source if isinstance(data.source, MapSource) else None
     workers = plan.data.workers  # this rank's proposal
     if options.take_workers and not plan.serves and mapped_source is not None and data.workers is not None:
@@ -230,7 +231,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     initial_weights = take_weights(initial, sharded_model) if initial is not None else None
     parameters, optimizer = together(mesh, lambda: _build_optimizer(job, plan, sharded_model))
     if needs_closure(optimizer):
-        refuse(conflicts(plan, ModelFacts(job.num_grains, job.grain_size, has_closure=True)))
+        refuse(conflicts(plan, replace(facts_of_job(job), has_closure=True)))
 
     # 3. Choices: the complete plan of this run.
     requested = plan
@@ -292,6 +293,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         regions=regions,
         writing=sharded_model.division.writing,
         gathers=plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1,
+        norm=GlobalNorm(mesh) if job.batch_norm == "batch" and mesh.world_size > 1 else None,
     )
 
     # 5. Around the step: evaluation, reading, callbacks, checkpoints.
@@ -448,13 +450,13 @@ def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
     return list(seen.get("notes", ()))
 
 
-def _check_data(data: Opened, plan: Plan, mesh: Mesh) -> None:
+def _check_data(job: Job, data: Opened, plan: Plan, mesh: Mesh) -> None:
     """Check the data against the plan, and warn about settings without effect. Raises: PlanError."""
     source = data.source
     if plan.execution.cuda_graph:
         refuse_uncapturable(mesh.device, mapped=isinstance(source, MapSource))
     if not isinstance(source, MapSource):
-        if plan.shards_model:
+        if plan.shards_model or (job.batch_norm == "batch" and mesh.world_size > 1):
             raise no_lockstep()
         reason = "a stream is read by the rank itself"
         idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""

@@ -82,9 +82,19 @@ def make_model(job: Job) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
+    for module in model.modules() if job.batch_norm == "batch" else ():
+        if isinstance(module, nn.SyncBatchNorm):  # as torch computes it in a process of its own
+            module.__class__ = _AnyBatchNorm  # type: ignore[assignment]
     refuse_wrapped(model)
     with one_thread():
         return whole(model, job)
+
+
+class _AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm of any number of dims, as SyncBatchNorm is."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept all inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------- lazy modules

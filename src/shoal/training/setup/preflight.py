@@ -78,12 +78,19 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
     if job.grains is None:
         grains = grains_of(job, model)
         job, why = replace(job, grains=grains.num_grains), grains.why
-    facts = ModelFacts(job.num_grains, job.grain_size, has_global_loss=job.outputs is not None)
+    facts = facts_of_job(job)
     if divided and model is not None:
         batch = one_grain(job) if plan.layout.context > 1 else None
         known = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
-        facts = replace(known, repeats=bool(repeated_blocks(model)), has_global_loss=facts.has_global_loss)
+        known = replace(known, has_global_loss=facts.has_global_loss, has_global_norm=facts.has_global_norm)
+        facts = replace(known, repeats=bool(repeated_blocks(model)))
     return replace(judge(plan, facts, max_microbatch), why_grains=why)
+
+
+def facts_of_job(job: Job) -> ModelFacts:
+    """Return the limits of a layout that follow from the job without its model."""
+    loss, norm = job.outputs is not None, job.batch_norm == "batch"
+    return ModelFacts(job.num_grains, job.grain_size, has_global_loss=loss, has_global_norm=norm)
 
 
 def with_judged_grains(judgement: Judged, job: Job) -> Job:

@@ -160,6 +160,8 @@ def _why_never(engine: Engine) -> str | None:
         return "a loss over the global batch is computed in eager steps"
     if engine.updater.needs_closure:
         return "the optimizer computes the loss another number of times in each step"
+    if engine.job.batch_norm == "batch":
+        return "batch norms over the global batch are computed in eager steps"
     return None if isinstance(engine.job.train_data.source, MapSource) else "the length of a stream is not known"
 
 

@@ -237,6 +237,12 @@ class _BatchNormalization(_Adapted):
         if scope is None or not training or not self.trainable:
             normalised: Tensor = super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
             return normalised
+        if scope.batch_norm is not None:
+            raise JobError(
+                given=f'Job(batch_norm="batch") with the Keras layer {self.name}',
+                conflict="a Keras layer computes its own statistics, which shoal adds up over grains alone",
+                remedy='write batch_norm="grain", or torch.nn.BatchNorm2d in its place',
+            )
         scope.calls += 1
         parts = scope.split(inputs)
         masks = [None] * len(parts) if mask is None else scope.split(mask)
