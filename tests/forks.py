@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.machinery
 import inspect
 import json
 import os
@@ -57,6 +57,8 @@ _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 _SPACE = {"SPACE_FOR_ANOTHER_ENVIRONMENT": "x" * (1 << 16)}
 _PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _FRESH = "SHOAL_TESTS_FRESH"  # 1 takes interpreters for all
+_OBSERVER = "SHOAL_OBSERVER"
+_INTERPRETER = subprocess.Popen  # also where a test puts a fork in its place
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _MOST_BYTES = 1 << 17
 _PID, _STATUS = struct.Struct("q"), struct.Struct("i")
@@ -86,6 +88,7 @@ def _image(asked: Mapping[str, Any]) -> _Image | None:
         asked["preexec_fn"]
         or asked["shell"]
         or variables.get(_FRESH)
+        or _OBSERVER in os.environ  # this process is observed, and so is what it starts
         or _read_at_start(variables) != _read_at_start(os.environ)
     )
     if not known or other or sys.platform != "linux":
@@ -194,7 +197,7 @@ class _Server:
         self._lock = threading.Lock()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = _INTERPRETER(
                 [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
                 cwd=Path(__file__).resolve().parents[1],
                 env={k: v for k, v in os.environ.items() if k != _THREADS} | _SPACE,
@@ -320,7 +323,11 @@ def _done(arguments: list[str]) -> int:
         if arguments[:2] == ["-W", "ignore"]:
             warnings.simplefilter("ignore")
             arguments = arguments[2:]
-        sys.path[:0] = [folder for folder in os.environ.get(_PATH, "").split(os.pathsep) if folder]
+        folders = [folder for folder in os.environ.get(_PATH, "").split(os.pathsep) if folder]
+        sys.path[:0] = folders
+        if importlib.machinery.PathFinder.find_spec("sitecustomize", folders):
+            sys.meta_path.insert(0, Hidden.of({"torch": sys.modules.pop("torch")}))
+            importlib.import_module("sitecustomize")
         kind, *rest = arguments
         if kind == "-m":
             sys.argv[:] = ["-m", *rest[1:]]

@@ -25,6 +25,13 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if parent in before:
                 vars(before[parent]).pop(own, None)
 
+    @classmethod
+    def of(cls, modules: dict[str, ModuleType]) -> Hidden:
+        """Modules that somebody has taken out of sys.modules."""
+        hidden = cls()
+        hidden._modules = modules
+        return hidden
+
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         """All are put back, and this one is found."""
         module = self._modules.get(fullname)

@@ -62,8 +62,7 @@ def test_asked_to_stop(number: int, devices: int, then: int, undisturbed: Ended,
     with start(at_the_gate(out, gate, devices)) as started:
         started.until(lambda: gate.reached(devices), "the gate")
         started.send(number)
-        if devices > 1:
-            wait_until_handed_on(started)
+        wait_until_handed_on(started, 6 if devices > 1 else 1)
         gate.open()
         ended = started.wait().expect(75)
     # The step in hand is finished, and none is begun after it.
@@ -75,13 +74,14 @@ def test_asked_to_stop(number: int, devices: int, then: int, undisturbed: Ended,
     assert_same(resumed, undisturbed)
 
 
-def wait_until_handed_on(started: Started) -> None:
-    """Returns once the launcher has polled a few times, and so has handed on the signal that it was sent.
+def wait_until_handed_on(started: Started, polls: int = 6) -> None:
+    """Returns once the launcher has polled, and so has handed on the signal that it was sent.
 
-    /proc has no other trace of that; each poll is a sleep, and each sleep a context switch.
+    /proc has no other trace of that; each poll is a sleep, and each sleep a context switch. The parent of one process
+    that trains polls once a second.
     """
     switches = context_switches(started.pid)
-    started.until(lambda: context_switches(started.pid) > switches + 5, "a few polls of the launcher")
+    started.until(lambda: context_switches(started.pid) >= switches + polls, "a few polls of the launcher")
 
 
 def context_switches(pid: int) -> int:
@@ -265,6 +265,8 @@ def test_asked_to_stop_in_an_evaluation(devices: int, layout: str, step: int, tm
         started.until(lambda: gate.reached(num_computing), "the gate")
         before = num_evaluated(sizes)
         os.kill(started.workers()[1] if devices > 1 else started.pid, signal.SIGTERM)
+        if devices == 1:
+            wait_until_handed_on(started, 1)
         gate.open()
         ended = started.wait().expect(75)
     assert (ended.result["status"], ended.result["steps"]) == ("preempted", step + 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import forks
 from tests.usual import parametrize
 
 HERE = Path(__file__).parent
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def diagnosed(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, doctor.json and all output of a diagnosis."""
     command = [sys.executable, "-m", "shoal", "doctor", "--script", f"{HERE}/{script}", *words]
-    ended = subprocess.run([*command, "--devices", "2", "--out", "out"], cwd=folder, capture_output=True, text=True)
+    ended = forks.run([*command, "--devices", "2", "--out", "out"], cwd=folder, timeout=110)
     path = folder / "out/doctor.json"
     return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, ended.stdout + ended.stderr
 

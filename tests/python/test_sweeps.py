@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import forks
 from tests.launching import EXAMPLES
 
 from shoal.runs.collection import RunEntry, runs_below
@@ -19,7 +19,7 @@ def swept(folder: Path, module: str, trials: int, devices: int) -> list[RunEntry
     (folder / "main.py").write_text(program, encoding="utf-8")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(EXAMPLES), os.environ.get("PYTHONPATH", "")))}
     words = [sys.executable, "main.py"]
-    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280, check=False)
+    done = forks.run(words, cwd=folder, env=variables, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return list(runs_below(folder / "runs"))
 
@@ -40,6 +40,7 @@ def test_a_loop_stops_runs_below_the_median(tmp_path: Path) -> None:
         assert run.steps < run.num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_optuna_chooses_and_prunes(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="Optuna is no dependency of shoal: pip install optuna")

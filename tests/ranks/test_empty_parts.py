@@ -30,7 +30,7 @@ def _jobs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(JOBS))
 
 
-@parametrize("holes", [False, True])
+@parametrize("holes", [False, True], usual=["True"])
 @parametrize("layout", list(LAYOUTS), usual=["data", "grain by grain"])
 def test_ranks_without_a_gradient_stay_in_step(tmp_path: Path, layout: str, holes: bool) -> None:
     """The weights are those of a loop over whole batches, of which no part is empty."""

@@ -90,7 +90,7 @@ def test_plain_torch_on_the_whole_batch(name: str, ranks: int, tmp_path: Path) -
     assert_plain(job, traced(job, plan({"data": ranks}), tmp_path))
 
 
-@parametrize("name", JOBS, usual=["clip", "barlow"])
+@parametrize("name", JOBS, usual=["barlow"])
 def test_plain_torch_where_outputs_are_computed_twice(name: str, tmp_path: Path) -> None:
     job = job_of(name)
     assert_plain(job, traced(job, plan({"data": 2}, batch={"grains_per_microbatch": 1}), tmp_path))
@@ -134,8 +134,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=needs_zero23()) if n[:6] in ("ZeRO-2", "ZeRO-3") else n for n in PLANS]
+@parametrize(
+    "name",
+    [pytest.param(n, id=n, marks=needs_zero23()) if n[:6] in ("ZeRO-2", "ZeRO-3") else n for n in PLANS],
+    rare=["ZeRO-2", "float16", "three ranks, accumulated", "by rows, exact"],
 )
 def test_verified_on_each_layout(name: str) -> None:
     """With dropout, which both passes have to draw alike."""
@@ -373,7 +375,7 @@ def test_the_outputs_of_all_ranks_have_the_same_names(tmp_path: Path) -> None:
         traced(job, plan({"data": 2}), tmp_path)
 
 
-@pytest.mark.parametrize("reads", ["", "size", "name", "text"])
+@parametrize("reads", ["", "size", "name", "text"], usual=["text"])
 def test_parts_of_a_batch_that_are_no_tensors(reads: str, tmp_path: Path) -> None:
     """Constants reach the loss. What differs between grains, and lists that are as long as a grain, do not."""
 

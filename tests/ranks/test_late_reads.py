@@ -92,7 +92,7 @@ def is_late(course: dict[str, Any], step: int) -> bool:
 WHOLE = (*STEADY_CASES, "an error on one rank", UNSURE, STOPPED)
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2}, {"data": 2, "reduce": "bfloat16"}], ids=str)
+@parametrize("layout", [{"data": 2}, {"shard": 2}, {"data": 2, "reduce": "bfloat16"}], ids=str, usual=["{'data': 2}"])
 def test_ranks_with_the_whole_model_read_late_what_they_would_have_read_at_once(layout: dict[str, Any]) -> None:
     """Data parallelism, and ZeRO-1: good steps, one that is not finite, an error and a stop on one rank alone.
 
@@ -116,7 +116,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@parametrize("layout", LAYOUTS, ids=str, usual=["{'shard': 2}"])
 def test_ranks_replay_what_they_would_have_queued(layout: dict[str, Any]) -> None:
     """Sums and exchanges of ranks are in the graph, which a recorder on the host repeats: all ranks replay, or none."""
     names = ("clipped", "not finite", STOPPED, UNREADABLE, SHORT, REFUSED)

@@ -284,7 +284,7 @@ def everything(engine: Engine) -> Any:
     return [metrics, *(t.detach().view(torch.uint8).tolist() for _, t in engine.sharded_model.parameters())]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "changes",
     [
         {"model": partial(Normalised, "counted")},
@@ -294,6 +294,7 @@ def everything(engine: Engine) -> Any:
         {"callbacks": [shoal.EMA(0.5)]},
     ],
     ids=["in the forward", "uncounted", "replaced", "frozen", "EMA"],
+    usual=["uncounted", "EMA"],
 )
 def test_who_else_writes_to_parameters_writes_to_its_own(changes: dict[str, Any], tmp_path: Path) -> None:
     """The values are those that ranks with a copy each have."""
@@ -401,7 +402,7 @@ def chosen(engine: Engine) -> Any:
 COPIES = "each rank has a copy of the model and the optimizer's state: "
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("changes", "options", "shared", "told"),
     [
         ({}, {}, True, None),
@@ -415,6 +416,7 @@ COPIES = "each rank has a copy of the model and the optimizer's state: "
         ({}, {"check_replicas": 1}, False, "--check-replicas: it compares the copies"),
     ],
     ids=["one copy", "EMA", "small", "small, own optimizer", "own optimizer", "hooks", "view", "callback", "checked"],
+    usual=["one copy", "small", "own optimizer"],
 )
 def test_where_nobody_says_ranks_have_copies_where_the_job_needs_them(
     changes: dict[str, Any], options: dict[str, Any], shared: bool, told: str | None, tmp_path: Path

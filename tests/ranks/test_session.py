@@ -8,12 +8,14 @@ import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
+from tests.usual import parametrize
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -111,6 +113,7 @@ class Rates:
 
 
 KINDS = ["step", "one cycle", "plateau", "by hand", "several", "unfrozen", "added"]
+RARE_ON_TWO = [f"{kind}-2" for kind in ("step", "one cycle", "by hand", "unfrozen")]
 
 
 def plain_rates(kind: str) -> Told:
@@ -149,8 +152,11 @@ def session_rates(kind: str, **changes: Any) -> Told:
     return told
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize(
+    ("kind", "world_size"),
+    product(KINDS, [1, 2]),
+    rare=RARE_ON_TWO,
+)
 def test_rates_are_those_of_a_plain_loop(kind: str, world_size: int, tmp_path: Path) -> None:
     wanted = plain_rates(kind)
     for told in in_ranks(world_size, partial(session_rates, kind), tmp_path / "ranks"):
@@ -166,7 +172,7 @@ def test_a_schedule_multiplies_what_the_groups_have() -> None:
     assert told["rates"] == [0.5 * values[0][0] for values in wanted["values"]]
 
 
-@pytest.mark.parametrize("kind", ["step", "several", "by hand", "unfrozen", "added"])
+@parametrize("kind", ["step", "several", "by hand", "unfrozen", "added"], usual=["several", "added"])
 def test_rates_of_a_loop_are_verified(kind: str) -> None:
     verdict = shoal.verify_session(partial(session_rates, kind), 2, steps=4)
     assert verdict.verified, verdict.render()
@@ -283,8 +289,7 @@ def session_gan(critics: int = 1, leave_at: int = 0, **changes: Any) -> Told:
     return {"losses": losses, "last": last, "samples": own.samples}
 
 
-@pytest.mark.parametrize("critics", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize(("world_size", "critics"), product([1, 2], [1, 3]), usual=["1-1", "2-3"])
 def test_two_models_and_two_optimizers(world_size: int, critics: int, tmp_path: Path) -> None:
     wanted = plain_gan(critics)
     for told in in_ranks(world_size, partial(session_gan, critics), tmp_path / "ranks"):
@@ -292,7 +297,7 @@ def test_two_models_and_two_optimizers(world_size: int, critics: int, tmp_path: 
         assert told["samples"] == BATCH * STEPS_AN_EPOCH * EPOCHS
 
 
-@pytest.mark.parametrize("critics", [1, 2])
+@parametrize("critics", [1, 2], usual=["2"])
 def test_two_models_are_verified(critics: int) -> None:
     verdict = shoal.verify_session(partial(session_gan, critics), 2, steps=2)
     assert verdict.verified, verdict.render()
@@ -452,7 +457,7 @@ def test_asked_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     assert train(tmp_path)["losses"] == train()["losses"][3:]
 
 
-@pytest.mark.parametrize("how", ["break", "exception", "within"])
+@parametrize("how", ["break", "exception", "within"], rare=["exception"])
 def test_one_rank_that_leaves(how: str, tmp_path: Path) -> None:
     """The others end with an error that says so, and all that was finished is saved."""
     kept = tmp_path / "kept"
@@ -530,7 +535,7 @@ def clipped(**changes: Any) -> Told:
     return {}
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@parametrize("exact", [False, True], usual=["False"])
 def test_clipping_within_the_batches_is_refused(exact: bool, tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match=r"Session\(clip_norm=\.\.\.\)"):
         in_ranks(2, partial(clipped, exact=exact), tmp_path / "ranks")
@@ -552,7 +557,7 @@ def three_passes(kept: Path, leave_in: int) -> Told:
     return {}
 
 
-@pytest.mark.parametrize("leave_in", [1, 2])
+@parametrize("leave_in", [1, 2], usual=["1"])
 def test_one_rank_that_leaves_between_updates(leave_in: int, tmp_path: Path) -> None:
     """Where rank 0 takes the step for finished the others know better, and nobody saves or waits."""
     kept = tmp_path / "kept"
@@ -641,7 +646,7 @@ class Stream(IterableDataset[Any]):
         return iter(dataset())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize("world_size", [1, 2], usual=["2"])
 def test_a_stream(world_size: int, tmp_path: Path) -> None:
     wanted = train(length=shoal.Steps(3))
     streamed: Told = {"data": Stream, "length": shoal.Steps(3), "shuffle": None}

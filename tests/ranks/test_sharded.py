@@ -13,6 +13,7 @@ import torch
 from tests.conformance.cases import job as small
 from tests.launching import JOBS, Ended, Run, run, run_all
 from tests.sharing import Shared
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -229,7 +230,7 @@ class Frozen(nn.Sequential):
             part.requires_grad_(False)
 
 
-@pytest.mark.parametrize("shard", [{}, {"level": "parameters"}])
+@parametrize("shard", [{}, {"level": "parameters"}], ids=["optimizer", "parameters"], usual=["parameters"])
 def test_a_stage_without_anything_to_train(shard: dict[str, Any]) -> None:
     job = small(model=Frozen, optimizer=partial(torch.optim.AdamW, lr=0.01), clip_norm=0.1)
     layout = {"pipeline": 2, "shard": 2 if shard else 1}

@@ -168,6 +168,7 @@ def test_a_record_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     assert "the trial could not be recorded for later runs" in " ".join(ended.output.split())
 
 
+@pytest.mark.slow
 def test_two_ranks_compile_in_the_midst_of_a_run_and_again_with_equal_bits(tmp_path: Path) -> None:
     """The launcher watches them: a compilation takes longer than any step before."""
     settings = {"fast": "compiled", "compiles": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -297,11 +297,6 @@ def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[Ten
     return work
 
 
-def alternating(names: Iterable[str]) -> list[str]:
-    """Every case on one number of ranks: by turns three and two."""
-    return [f"{name}-{3 - place % 2}" for place, name in enumerate(names)]
-
-
 @parametrize(("name", "world_size"), product(CASES, [2, 3]), usual=["gpt-3", "perceptron-2", "stubborn-2", "llama-2"])
 def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     case, pairs, tolerance = CASES[name]
@@ -375,7 +370,7 @@ class Pieces(nn.Sequential):
         super().__init__(Perceptron(), Narrow(), Perceptron())
 
 
-@parametrize(("name", "world_size"), product(BLOCKS, [2, 3]), usual=alternating(BLOCKS))
+@parametrize(("name", "world_size"), product(BLOCKS, [2, 3]), usual=["gpt-3", "llama-2", "over time-2", "in pieces-3"])
 def test_the_training_of_one_process_by_positions(name: str, world_size: int, tmp_path: Path) -> None:
     case, said = BLOCKS[name]
     if case in (llama, bert, vit, gpt2_with_dropout):
@@ -527,7 +522,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
 }
 
 
-@parametrize(("name", "world_size"), product(LOSSES, [2, 3]), usual=alternating(LOSSES))
+@parametrize(("name", "world_size"), product(LOSSES, [2, 3]), usual=["shifted-2", "all logits-3"])
 def test_what_becomes_of_the_logits(name: str, world_size: int, tmp_path: Path) -> None:
     loss, note = LOSSES[name]
     tolerance = THROUGH_FLOAT32 if loss is shifted else EXACT
@@ -567,7 +562,7 @@ def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
     assert told[0]["lm_head"] == KEPT
 
 
-@pytest.mark.parametrize("by", [False, True])
+@parametrize("by", [False, True], usual=["True"])
 def test_an_evaluation_of_torchs_own_encoder(by: bool, tmp_path: Path) -> None:
     """In evaluation it has a kernel that takes the weights of its layers and does not call them."""
 

@@ -13,6 +13,7 @@ import torch
 from tests.conformance.cases import job as small
 from tests.conformance.cases import mlp
 from tests.launching import JOBS, Ended, Gate, Run, run, start_command
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -88,7 +89,7 @@ def test_a_launcher_is_refused(tmp_path: Path) -> None:
     assert "for 2 devices" in ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], usual=["15", "9"], ids=lambda n: str(n.value))
 def test_a_signal_ends_it_and_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
     out, gate = tmp_path / "verify", Gate(tmp_path / "gate", 1)
     command = [sys.executable, "-m", "shoal", "verify", str(JOBS / "tiny.py"), "--devices", "2", "--out", str(out)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
 from tests.conformance.cases import convolutions, dropping, images, vectors
+from tests.usual import parametrize
 from torch import nn
 
 import shoal
@@ -50,8 +52,7 @@ def train(
                 step.backward(total * (1.0 + by_rank * session.rank), weight)
 
 
-@pytest.mark.parametrize("convolutional", [False, True])
-@pytest.mark.parametrize("devices", [2, 3])
+@parametrize(("devices", "convolutional"), product([2, 3], [False, True]), usual=["2-True"])
 def test_verified(devices: int, convolutional: bool) -> None:
     verdict = shoal.verify_session(partial(train, convolutional=convolutional), devices)
     assert verdict.verified, verdict.render()
@@ -59,7 +60,7 @@ def test_verified(devices: int, convolutional: bool) -> None:
     assert {check.phase for check in verdict.checks} >= {"data", "forward", "loss", "reduction", "clipping", "update"}
 
 
-@pytest.mark.parametrize("layout", [{"data": 3}, {"shard": 3}, {"data": 2, "shard": 2}])
+@parametrize("layout", [{"data": 3}, {"shard": 3}, {"data": 2, "shard": 2}], usual=["{'shard': 3}"])
 def test_a_plan_of_ones_own_is_verified(layout: dict[str, int]) -> None:
     plan = shoal.Plan().with_sections(layout=layout, shard={"level": "optimizer"})
     verdict = shoal.verify_session(partial(train, plan=plan), plan.layout.world_size)

@@ -330,7 +330,6 @@ LOOPING = Call(
     ("--script", "loop.py {batch}", "--devices", "1", "--steps", "2"),
     job=None,
     files={"loop.py": LOOP},
-    environment={"SHOAL_TESTS_FRESH": "1"},  # an observer comes with the start of an interpreter
 )
 
 
@@ -672,7 +671,6 @@ CLOCKED = Call(
     ("--script", "loop.py {batch}", "--devices", "1", "--steps", "12"),
     job=None,
     files={"loop.py": LOOP.replace("range(3)", "range(12)")},
-    environment={"SHOAL_TESTS_FRESH": "1"},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tomllib
@@ -108,7 +109,10 @@ class Laboratory:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._found: dict[str, Ended] = {}
-        self._variables = {"XDG_CACHE_HOME": f"{shared.root}/cache", "PYTHONPATH": str(JOBS)}
+        self._variables = {
+            "XDG_CACHE_HOME": f"{shared.root}/cache",
+            "PYTHONPATH": f"{JOBS}:{os.environ.get('PYTHONPATH', '')}",
+        }
 
     def __call__(self, call: Call) -> Ended:
         """How it ended; of an equal call that was made before."""
@@ -125,16 +129,22 @@ class Laboratory:
         for name, text in call.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         command = [str(SUBJECT), call.loop] if call.loop is not None else ["-m", "shoal", *self._argv(call, folder)]
-        launcher = [str(HERE / "launcher.py"), str(call.ranks)]
+        launcher = [sys.executable, str(HERE / "launcher.py"), str(call.ranks)] if call.ranks > 1 else []
         started = start_command(
-            [sys.executable, *launcher, sys.executable, *command],
+            [*launcher, sys.executable, *command],
             folder.with_suffix(".launcher"),
             {**self._variables, **call.environment},
             cwd=folder,
         )
         with started as process:
-            ended = process.wait().expect(0)
-        (folder / "codes.json").write_text(ended.stdout, encoding="utf-8")
+            ended = process.wait()
+        if launcher:
+            codes = ended.expect(0).stdout
+        else:
+            codes = json.dumps([ended.code])
+            for name, text in (("stdout", ended.stdout), ("stderr", ended.stderr)):
+                (folder / f"{name}-0").write_text(text, encoding="utf-8")
+        (folder / "codes.json").write_text(codes, encoding="utf-8")
 
     def _argv(self, call: Call, folder: Path) -> list[str]:
         argv = [call.command]
@@ -207,3 +217,15 @@ Table = Mapping[str, Row]
 def of_field(key: str) -> str:
     """The field that a row is about: what stands before its colon."""
     return key.partition(":")[0]
+
+
+def further(table: Table) -> list[str]:
+    """Rows of fields that have one already, but for what is refused: `scripts/test --all` takes them."""
+    seen: set[str] = set()
+    found = []
+    for key, row in table.items():
+        if of_field(key) in seen and not isinstance(row, Refuses):
+            found.append(key)
+        elif not isinstance(row, Refuses):
+            seen.add(of_field(key))
+    return found

@@ -20,7 +20,7 @@ from tests.settings.command_rows import (
     VERIFY_OPTIONS,
     WATCH_OPTIONS,
 )
-from tests.settings.laboratory import Laboratory, Table, of_field
+from tests.settings.laboratory import Laboratory, Table, further, of_field
 from tests.usual import parametrize
 
 from shoal.cli.main import _parser
@@ -49,7 +49,10 @@ CASES = [(command, key) for command, table in TABLES.items() for key in table]
 @parametrize(
     ("command", "key"),
     CASES,
-    rare=["run---trace", "run---keep-checkpoints", *PREDICT_RARE, *(f"bench-{key}" for key in SLOW)],
+    rare=[
+        *("run---trace", "run---keep-checkpoints", *PREDICT_RARE, *(f"bench-{key}" for key in SLOW)),
+        *(f"{command}-{key}" for command, table in TABLES.items() for key in further(table)),
+    ],
 )
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from pydantic import BaseModel
-from tests.settings.laboratory import Laboratory, of_field
+from tests.settings.laboratory import Laboratory, further, of_field
 from tests.settings.plan_rows import PLAN, SLOW
 from tests.usual import parametrize
 
@@ -15,7 +15,7 @@ import shoal
 pytestmark = pytest.mark.ranks
 
 
-@parametrize("key", PLAN, rare=SLOW)
+@parametrize("key", PLAN, rare={*SLOW, *further(PLAN)})
 def test_of_a_plan(key: str, laboratory: Laboratory) -> None:
     PLAN[key].observe(laboratory)
 

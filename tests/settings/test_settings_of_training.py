@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 
 import pytest
-from tests.settings.laboratory import Laboratory, of_field
+from tests.settings.laboratory import Laboratory, further, of_field
 from tests.settings.training_rows import JOB, SESSION
 from tests.usual import parametrize
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.ranks
 RARE = ("clip_norm: and clip_value", "eval_data: several sets", "fuse: with a pipeline")
 
 
-@parametrize("key", JOB, rare=RARE)
+@parametrize("key", JOB, rare={*RARE, *further(JOB)})
 def test_of_a_job(key: str, laboratory: Laboratory) -> None:
     JOB[key].observe(laboratory)
 
 
-@pytest.mark.parametrize("key", SESSION)
+@parametrize("key", SESSION, rare=further(SESSION))
 def test_of_a_session(key: str, laboratory: Laboratory) -> None:
     SESSION[key].observe(laboratory)
 

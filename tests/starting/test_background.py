@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.launching import ROOT
-from tests.usual import parametrize
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LEAVING, SESSION = "tests/unit/training/session/test_session_leaving.py", "tests/ranks/test_session.py"
 CTRL_C = (
@@ -32,21 +31,14 @@ LATE_READS = (
 )
 
 
-# The shortest of each kind; all of them take a minute, and every run has each of them started as usual.
-SHORTEST = (LATE_READS[0], CTRL_C[0], CTRL_C[4])
-
-
-@parametrize("tests", [SHORTEST, LATE_READS + CTRL_C], ids=["shortest", "all"], usual=["shortest"])
-def test_ctrl_c_and_late_reads_where_sigint_is_ignored_and_the_environment_lies_in_shoal(
-    tests: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_ctrl_c_and_late_reads_where_sigint_is_ignored_and_the_environment_lies_in_shoal(tmp_path: Path) -> None:
     environment = tmp_path / "shoal" / ".venv"
     environment.parent.mkdir()
     environment.symlink_to(sys.prefix)
     ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
     pytest_ = (str(environment / "bin" / "python"), "-m", "pytest", "-q", f"--basetemp={tmp_path / 'inner'}")
     done = subprocess.run(
-        [*ignoring, *pytest_, "-p", "no:cacheprovider", *tests],
+        [*ignoring, *pytest_, "-p", "no:cacheprovider", *LATE_READS, *CTRL_C],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,

@@ -105,3 +105,11 @@ def test_what_only_an_interpreter_reads_at_its_start_takes_one() -> None:
     assert forks.run(command, timeout=60).stdout == "True\n"
     assert forks.run(command, timeout=60, env={**os.environ, "PYTHONHASHSEED": "0"}).stdout == "False\n"
     assert forks.run(command, timeout=60, env={**os.environ, "SHOAL_TESTS_FRESH": "1"}).stdout == "False\n"
+
+
+def test_a_sitecustomize_sees_the_import_of_torch(tmp_path: Path) -> None:
+    """As the observer of `shoal verify --script` does."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nprint('torch' in sys.modules)")
+    command = [sys.executable, "-c", "import torch, sys; print(torch.ones(1).item(), 'torch' in sys.modules)"]
+    own = forks.run(command, timeout=60, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert own.stdout.split() == ["False", "1.0", "True"], own.stderr

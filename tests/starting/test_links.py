@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_stages_of_a_linked_installation_exchange_activations(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(ROOT / "src")

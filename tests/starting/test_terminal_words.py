@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests import forks
 from tests.launching import unlaunched
 from tests.sharing import Shared
 from tests.usual import parametrize
@@ -66,10 +67,8 @@ def _command(folder: Path, words: str) -> tuple[list[str], dict[str, str]]:
 def in_pipe(folder: Path, words: str) -> str:
     """What a command writes to both of its streams, into a pipe."""
     command, variables = _command(folder, words)
-    ended = subprocess.run(
-        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    return ended.stdout.decode()
+    with forks.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        return process.communicate()[0].decode()
 
 
 def in_terminal(folder: Path, words: str) -> str:
@@ -77,7 +76,7 @@ def in_terminal(folder: Path, words: str) -> str:
     command, variables = _command(folder, words)
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, _WIDTH, 0, 0))
-    process = subprocess.Popen(command, cwd=folder, env=variables, stdin=its, stdout=its, stderr=its)
+    process = forks.Popen(command, cwd=folder, env=variables, stdin=its, stdout=its, stderr=its)
     os.close(its)
     written = b""
     while True:

@@ -28,7 +28,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(Run(JOB, tmp_path_factory.mktemp("forked") / "run", 2, exact=True)).expect(0)
 
 
-@parametrize("devices", [1, 2], usual=["2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_python_dash_m(devices: int, forked: Ended, tmp_path: Path) -> None:
     assert_one_run([forked, run(Run(JOB, tmp_path / "run", devices, exact=True, fresh=True), LIMIT_SECONDS)])
 
@@ -47,7 +48,7 @@ def test_torchrun(forked: Ended, tmp_path: Path) -> None:
     assert ended.result["world_size"] == 2
 
 
-@parametrize("fresh", [True, False], usual=["True"])
+@parametrize("fresh", [True, False], usual=["False"])
 def test_ranks_by_hand(fresh: bool, forked: Ended, tmp_path: Path) -> None:
     """RANK and WORLD_SIZE as whoever starts the ranks sets them."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -64,6 +65,7 @@ def test_ranks_by_hand(fresh: bool, forked: Ended, tmp_path: Path) -> None:
     assert_one_run([forked, ends[0]])
 
 
+@pytest.mark.slow
 def test_a_script_with_a_session_alone_and_under_torchrun(tmp_path: Path) -> None:
     told = []
     ways: dict[str, tuple[tuple[str, ...], bool]] = {"alone": ((), False), "two": (TORCHRUN, True)}
