@@ -63,18 +63,19 @@ def job(metrics: Mapping[Any, Any], **settings: Any) -> shoal.Job:
     )
 
 
-def evaluated(metrics: Mapping[Any, Any], mesh: Mesh, model: nn.Module | None = None, **settings: Any) -> Any:
+def evaluated(metrics: Mapping[Any, Any], mesh: Mesh, model: nn.Module | None = None, fills: bool = False) -> Any:
     data: Opened | None = open_evaluation("eval_data", (SCORES, TARGETS), None)
     precision = Precision.of(PrecisionSection(), mesh.device)
-    return Evaluator(job(metrics, **settings), mesh, precision, data, metrics).evaluate(model or Scores())[0]
+    evaluator = Evaluator(job(metrics), mesh, precision, data, metrics, syncs_every_microbatch=fills)
+    return evaluator.evaluate(model or Scores())[0]
 
 
-def on_ranks(count: int, metrics: Mapping[Any, Any], folder: Path, **settings: Any) -> list[dict[str, float]]:
-    """What the ranks return; raises what they raise."""
+def on_ranks(count: int, metrics: Mapping[Any, Any], folder: Path) -> list[dict[str, float]]:
+    """What the ranks return, where those with fewer chunks compute fillers; raises what they raise."""
 
     def rank(environment: Environment) -> None:
         with open_mesh(environment, Layout(data=count)) as mesh:
-            found = evaluated(metrics, mesh, **settings)
+            found = evaluated(metrics, mesh, fills=count > 2)
         (folder / f"{environment.rank}.json").write_text(json.dumps(found))
 
     with forked(count, rank, folder / str(count)) as wait:

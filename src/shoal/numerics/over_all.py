@@ -54,21 +54,6 @@ class OverAll:
         """Return copies of the outputs and targets on the CPU. Raises: JobError for what cannot be sent to rank 0."""
         return _plain("outputs", self.outputs), _plain("targets", self.targets)
 
-    def begun(self, files: ExitStack) -> Any:
-        """Return an object with `update(outputs, targets)` and `compute()` that has seen no sample yet.
-
-        `files`: closes its files.
-        """
-        if not is_metric_object(self.metric):
-            return AllRows(self.metric, files)
-        metric = self.metric() if isinstance(self.metric, type) else copy.deepcopy(self.metric)
-        metric.reset()
-        parts: Any = metric.cpu().modules() if isinstance(metric, nn.Module) else ()
-        for part in parts:
-            if hasattr(part, "distributed_available_fn"):  # else it waits for the other ranks
-                part.distributed_available_fn = _is_alone
-        return metric
-
 
 def over_all(metric: Any, outputs: Any = None, targets: Any = None) -> OverAll:
     """Return a metric of the outputs and targets of all samples of an evaluation, such as an AUROC or a BLEU score.
@@ -106,13 +91,22 @@ def over_all(metric: Any, outputs: Any = None, targets: Any = None) -> OverAll:
     return OverAll(metric, outputs, targets)
 
 
-def _is_alone() -> bool:
-    return False
-
-
 def is_metric_object(metric: Any) -> bool:
     """Return True for an object or class that is updated by batches, such as a metric of torchmetrics."""
     return callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
+
+
+def begun(metric: Any, files: ExitStack) -> Any:
+    """Return an object with `update(outputs, targets)` and `compute()` without samples. `files` closes its files."""
+    if not is_metric_object(metric):
+        return AllRows(metric, files)
+    own = metric() if isinstance(metric, type) else copy.deepcopy(metric)
+    own.reset()
+    parts: Any = own.cpu().modules() if isinstance(own, nn.Module) else ()
+    for part in parts:
+        if hasattr(part, "distributed_available_fn"):  # else it waits for the other ranks
+            part.distributed_available_fn = bool  # () -> False
+    return own
 
 
 def sum_of_rows(rows: Any) -> Tensor:

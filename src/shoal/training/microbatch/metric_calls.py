@@ -20,7 +20,7 @@ from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import MetricKey, names_of_metrics
 from shoal.numerics.generators import seed_everything
-from shoal.numerics.over_all import Frames, OverAll, is_metric_object, over_all, sum_of_rows
+from shoal.numerics.over_all import Frames, OverAll, begun, is_metric_object, over_all, sum_of_rows
 from shoal.parallel.axis_collectives import is_without_data
 from shoal.training.microbatch.loss_pair import check_pair
 
@@ -28,7 +28,7 @@ from shoal.training.microbatch.loss_pair import check_pair
 class MetricCall:
     """Function of (model, batch) that returns the total and the weight of each metric in `names`, one after the other.
 
-    A metric over all samples has its rows in `rows`, by key, and in `over` the `OverAll` that it returned last.
+    `rows`: those of metrics over all samples, by key. `over`: the metrics that take them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MetricCall:
         self._keys, self._compute, self._in_stages = keys, compute, in_stages
         self.names = names_of_metrics(keys)
         self.what = "loss" if self.names == ["loss"] else f"metric {', '.join(map(repr, self.names))}"
-        self.over: dict[MetricKey, OverAll] = {}
+        self.over: dict[MetricKey, Any] = {}
         self.rows: list[dict[MetricKey, Any]] = []
 
     def __call__(self, model: Any, batch: Any) -> tuple[Tensor | float, ...]:
@@ -59,7 +59,7 @@ class MetricCall:
                         conflict="rank 0 computes it, and only the last stage calls the function that names it",
                         remedy=f"write metrics={{{name!r}: shoal.over_all(metric, outputs=..., targets=...)}}",
                     )
-                self.over[name] = value
+                self.over[name] = value.metric
                 rows[name] = value.rows()
                 numbers += [sum_of_rows(rows[name]), 1.0] * len(names_of_metrics([name]))
         if rows and not any(is_without_data(leaf) for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)):
@@ -87,7 +87,7 @@ def metric_calls(
             return [over.of(rows, batch) for over in group.values()]
 
         calls.append(MetricCall(list(group), of_group, in_stages))
-        calls[-1].over.update(group)
+        calls[-1].over.update({key: over.metric for key, over in group.items()})
     return calls
 
 
@@ -120,10 +120,13 @@ def values_over_all(
         def computed() -> dict[str, float]:
             seed_everything(seed)
             values: dict[str, float] = {}
-            metrics = {key: over.begun(files) for call in calls for key, over in call.over.items()}
+            over = {key: metric for call in calls for key, metric in call.over.items()}
+            metrics: dict[MetricKey, Any] = {}
             for frame in every:
                 for rows in torch.load(io.BytesIO(frame), weights_only=True):
                     for key, part in rows.items():
+                        if key not in metrics:
+                            metrics[key] = begun(over[key], files)
                         _called(key, metrics[key].update, *part)
             for key, metric in metrics.items():
                 try:
@@ -154,11 +157,10 @@ def _called(key: MetricKey, function: Callable[..., Any], *args: Any) -> Any:
 
 def _named(given: str, names: tuple[str, ...], result: Any, others: bool = False) -> dict[MetricKey, Any]:
     """Return the results by name. Raises: JobError unless they have these names, and no `others` unless allowed."""
-    keys = set(result) if isinstance(result, Mapping) else None
-    if keys is None or keys < set(names) or (keys != set(names) and not (others and keys > set(names))):
-        said = ", ".join(sorted(map(str, keys))) if keys is not None else type(result).__name__
+    if not isinstance(result, Mapping) or not (set(result) >= set(names) if others else set(result) == set(names)):
+        kind = ", ".join(map(str, result)) if isinstance(result, Mapping) else type(result).__name__
         raise JobError(
-            given=f"{given}, which returned {said}",
+            given=f"{given}, which returned {kind}",
             conflict="a metric under several names returns a dict with a value for each name",
             remedy='return {"accuracy": (right, count), "f1": shoal.over_all(f1, outputs, targets)}, say',
         )
@@ -172,7 +174,7 @@ def _number(key: MetricKey, value: Any) -> float:
     else:
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             given, remedy = f"{value!r:.60}", "return a number"
     raise JobError(
         given=f"metric {key!r}, over all samples, which returned {given}",
