@@ -98,6 +98,22 @@ def balance(counts: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
     return len(counts) * (counts / counts.sum() * probabilities / tokens).sum()
 
 
+def siglip_loss(images: Tensor, texts: Tensor, scale: Tensor | float, bias: Tensor | float) -> Tensor:
+    """Return the summed sigmoid loss of all pairs (Zhai et al., arXiv 2303.15343) for rows of norm 1."""
+    signs = 2.0 * torch.eye(len(images), device=images.device) - 1.0
+    return -F.logsigmoid(signs * (scale * images @ texts.T + bias)).sum()
+
+
+def router_balance(router: Tensor, top_k: int) -> Tensor:
+    """Return the load balance of Transformers' models, which pools the layers.
+
+    `router`: logits of the routers, [samples, layers, tokens, experts].
+    """
+    rows = router.movedim(1, 0).flatten(0, 2)
+    chosen = F.one_hot(rows.softmax(-1).topk(top_k, dim=-1).indices, rows.size(-1)).float()
+    return rows.size(-1) * (chosen.mean(0) * rows.softmax(-1).mean(0)).sum()
+
+
 # ---------------------------------------------------------------------------------------------------------------- jobs
 
 
@@ -279,3 +295,90 @@ def clip_by_rows(batch: int = 64, epochs: float = 4.0, grains: int = 8) -> shoal
         loss=loss,
         loss_by_rows=True,
     )
+
+
+def siglip(batch: int = 64, epochs: float = 4.0, grains: int = 8) -> shoal.Job:
+    """Two towers with the sigmoid loss of all pairs, whose scale and bias are learned."""
+
+    class Towers(TwoTowers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.tensor(-3.0))
+
+        def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+            return {**super().forward(images, texts), "bias": self.bias}
+
+    def loss(outputs: Any, data: Any) -> Any:
+        rows = outputs["image"], outputs["text"]
+        return siglip_loss(*rows, outputs["log_scale"].exp(), outputs["bias"]), len(rows[0])
+
+    return _job(batch, epochs, grains, model=Towers, outputs=lambda model, data: model(data[0], data[1]), loss=loss)
+
+
+class RoutedTokens(nn.Module):
+    """A classifier of 4 tokens with two layers of experts, which returns router logits as Transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(4, 16) for _ in range(2))
+        self.last = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return logits [N, 8], and for each layer the router's logits, [N * tokens, experts]."""
+        hidden, logits = x.view(-1, 4), []
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            logits.append(router(hidden))
+            weights, chosen = logits[-1].softmax(-1).topk(2)
+            every = experts(hidden).view(-1, 4, 4)
+            hidden = hidden + (weights[:, :, None] * every.gather(1, chosen[:, :, None].expand(-1, -1, 4))).sum(1)
+        return self.last(hidden.view(len(x), -1, 4).mean(1)), tuple(logits)
+
+
+def router_logits(batch: int = 64, epochs: float = 4.0, grains: int = 8, weight: float = 0.05) -> shoal.Job:
+    """Cross entropy and Transformers' load balance, with logits by token made logits by sample for the gathering."""
+
+    def outputs(model: RoutedTokens, data: Any) -> Any:
+        logits, routers = model(data[0])
+        by_sample = torch.stack([router.view(len(logits), -1, router.size(-1)) for router in routers], 1)
+        return {"loss": F.cross_entropy(logits, data[2], reduction="none"), "router": by_sample}
+
+    def loss(outputs: Any, data: Any) -> Any:
+        n = len(outputs["loss"])
+        return outputs["loss"].sum() + weight * n * router_balance(outputs["router"], 2), n
+
+    return _job(batch, epochs, grains, model=RoutedTokens, outputs=outputs, loss=loss)
+
+
+class SelfDistilled(nn.Module):
+    """A student, and a teacher that follows it, whose outputs are centred (Caron et al., arXiv 2104.14294).
+
+    The forward updates the teacher and the centre, and the values that the microbatches of a step leave become one.
+    BYOL (Grill et al., arXiv 2006.07733) has such a teacher, and no centre.
+    """
+
+    def __init__(self, make: Any = lambda: Encoder(unit=False), width: int = 8) -> None:
+        super().__init__()
+        self.student, self.teacher = make(), make().requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.register_buffer("centre", torch.zeros(width))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the cross entropy of each sample, [N]."""
+        with torch.no_grad():
+            target = self.teacher.eval()(second)
+            goal = ((target - self.centre) / 0.5).softmax(1)
+            if self.training:
+                for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=False):
+                    own.lerp_(other, 0.01)
+                self.centre.lerp_(target.mean(0), 0.1)
+        return -(goal * self.student(first).log_softmax(1)).sum(1)
+
+
+def dino(batch: int = 64, epochs: float = 4.0, grains: int = 8) -> shoal.Job:
+    """Self-distillation with a centre over the whole batch, whose loss is a sum over samples."""
+
+    def loss(model: SelfDistilled, data: Any) -> Any:
+        return model(data[0], data[1]).sum(), len(data[0])
+
+    return _job(batch, epochs, grains, model=SelfDistilled, loss=loss)

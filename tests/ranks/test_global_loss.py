@@ -31,7 +31,18 @@ import global_losses as examples
 
 pytestmark = pytest.mark.ranks
 
-JOBS = ("clip", "simclr", "supcon", "triplets", "vicreg", "barlow", "experts", "clip_by_rows")
+JOBS = (
+    "clip",
+    "simclr",
+    "supcon",
+    "triplets",
+    "vicreg",
+    "barlow",
+    "experts",
+    "clip_by_rows",
+    "siglip",
+    "router_logits",
+)
 
 
 def plan(layout: dict[str, int], **sections: dict[str, Any]) -> shoal.Plan:
@@ -96,11 +107,15 @@ def test_plain_torch_where_outputs_are_computed_twice(name: str, tmp_path: Path)
     assert_plain(job, traced(job, plan({"data": 2}, batch={"grains_per_microbatch": 1}), tmp_path))
 
 
-def test_the_published_value_on_ranks_that_see_only_a_half(tmp_path: Path) -> None:
-    """The mean of both halves is 0.335195, and of four quarters 0.128564."""
+def published() -> tuple[Tensor, Tensor]:
     k = torch.arange(1, 33, dtype=torch.float64)
     x = (k * k).sin().view(8, 4)
-    y = x + 0.5 * (k * k + k).cos().view(8, 4)
+    return x.float(), (x + 0.5 * (k * k + k).cos().view(8, 4)).float()
+
+
+def test_the_published_values_on_ranks_that_see_only_a_half(tmp_path: Path) -> None:
+    """CLIP's mean of both halves is 0.335195, and of four quarters 0.128564; SigLIP's 1.562770 and 1.490306."""
+    x, y = published()
 
     class Same(nn.Module):
         def __init__(self) -> None:
@@ -112,13 +127,29 @@ def test_the_published_value_on_ranks_that_see_only_a_half(tmp_path: Path) -> No
         outputs=lambda m, b: (F.normalize(b[0] * (m.scale / 10), dim=1), F.normalize(b[1], dim=1), m.scale),
         loss=lambda outputs, b: (examples.clip_loss(*outputs) * 8, 8),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        train_data=(x.float(), y.float()),
+        train_data=(x, y),
         global_batch=8,
         grains=4,
     )
     for ranks in (2, 4):
         trace = traced(job, plan({"data": ranks}), tmp_path / str(ranks))
         assert trace.loss == pytest.approx(0.424633, abs=2e-6)
+    job = replace(job, loss=lambda outputs, b: (examples.siglip_loss(*outputs, -10.0), 8))
+    assert traced(job, plan({"data": 2}), tmp_path / "siglip").loss == pytest.approx(1.593711, abs=2e-6)
+
+
+@parametrize("ranks", [2, 3, 4], usual=["3"])
+def test_a_centre_moves_once_by_the_whole_batch(ranks: int, tmp_path: Path) -> None:
+    """Column 1 of the centre of x; by halves in turn it is -0.005227."""
+
+    def build() -> nn.Module:
+        model = examples.SelfDistilled(nn.Identity, 4)
+        model.student = nn.Linear(4, 4)  # something to train
+        return model
+
+    job = replace(examples.dino(batch=8), model=build, train_data=(published()[0],) * 2, eval_data=None, shuffle=False)
+    trace = traced(job, plan({"data": ranks}), tmp_path)
+    assert float(trace.phase("buffers")["centre"][0]) == pytest.approx(-0.003267, abs=1e-6)
 
 
 PLANS = {
