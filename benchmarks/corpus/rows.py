@@ -31,7 +31,7 @@ KNOWN = {
     "deberta": dict.fromkeys(
         ("fast bf16", "exact bf16"), "Transformers' own: its mask's number overflows under autocast"
     ),
-    "sparse_adam": {ANY: "refused on purpose: the sum over all grains is dense"},
+    "sparse_adam": {ANY: "refused on purpose where a layout makes the gradients of embeddings dense"},
     **{name: {"ZeRO-3": _LAYERDROP} for name in ("hubert", "unispeech", "wav2vec2_conformer")},
     "float64": dict.fromkeys(
         ("fast bf16", "exact bf16"), "refused on purpose: torch's autocast leaves float64 as it is"

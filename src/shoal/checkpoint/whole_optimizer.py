@@ -138,6 +138,17 @@ def states(optimizer: Any) -> Iterator[dict[str, Any]]:
         yield from part.state.values()
 
 
+def make_states_dense(optimizer: Any) -> None:
+    """Make sparse tensors in parameters' states dense, such as the first momentum of a sparse gradient.
+
+    A checkpoint stores dense tensors, and a resumed run must add in the same order.
+    """
+    for state in states(optimizer):
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, Tensor) and value.is_sparse:
+                state[key] = value.to_dense()
+
+
 # ----------------------------------------------------------------------------------------------------------- attributes
 def begin(optimizer: Any) -> None:
     """Record an optimizer's attributes before the first step. Attributes that differ later belong to its state.

@@ -23,6 +23,7 @@ from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
+from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
@@ -249,9 +250,18 @@ def num_samples(batch: Any) -> int:
 
 
 def assemble(
-    plan: CompletePlan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
+    plan: CompletePlan,
+    sharded_model: ShardedModel,
+    parameters: Sequence[Tensor],
+    num_grains: int,
+    mark: Mark,
+    *,
+    sparse: Sequence[Tensor] = (),
 ) -> Strategy:
-    """Return the strategy of a plan. Raises: PlanError for what this version does not execute; JobError."""
+    """Return the strategy of a plan. Raises: PlanError for what this version does not execute; JobError.
+
+    `sparse`: those of the parameters that keep sparse gradients, on the data axis alone.
+    """
     mesh = sharded_model.mesh
     _refuse_complex(sharded_model.model, plan)
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
@@ -286,10 +296,12 @@ def assemble(
     division = UpdateDivision(sharded_model)
     if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
         division = ShardedOptimizer(sharded_model, parameters, mark, trained)
+    rows = SparseRows(sparse, mesh, reduce)
+    dense = [p for p in parameters if all(p is not one for one in sparse)]
     if plan.execution.exact:
-        tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
-        return ExactDataParallel(sharded_model, parameters, tree, mark, division)
-    return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan)
+        tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(dense, reduce))
+        return ExactDataParallel(sharded_model, dense, tree, mark, division, sparse=rows)
+    return DataParallel(sharded_model, dense, reduce, mark, division, plan=plan, sparse=rows)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -402,6 +402,7 @@ class Strategy(ABC):
     # Whether `backward` takes the unscaled total and starts its gradient with the factor that `begin` received.
     begins_with_factor = False
     is_alone = False  # whether this rank computes all grains, of which a forward may take several
+    sparse: Sequence[Tensor] = ()  # the parameters with sparse gradients
 
     def __init__(self, model: ShardedModel, mark: Mark, update_division: UpdateDivision | None = None) -> None:
         """Set the model, the `mark` to call before communication waits, and the division of the update, if any."""

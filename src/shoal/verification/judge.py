@@ -24,6 +24,7 @@ from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.numerics.outputs import evaluated_functions
 from shoal.numerics.precision import Precision
+from shoal.parallel.data.sparse_rows import sparse_parameters, why_dense
 from shoal.plans.plan import Plan
 from shoal.training.microbatch.coupling import MIXES, by_grain, meaning
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
@@ -174,6 +175,7 @@ class _Judges:
                 self._no_double(error)
                 del models[1:]
         data: dict[str, Any] = {"source": source, "order": self._order, "num_ranks": ranks}
+        data["sparse"] = sparse_parameters(models[0]) if why_dense(plan) is None else ()
         self._plain = Reference(job, models.pop(0), self._precision, **data)
         if models:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.checkpoint.whole_optimizer import OWN_RATE, evaluated_weights, parts, rated, step_optimizer, with_modes
+from shoal.checkpoint.whole_optimizer import (
+    OWN_RATE,
+    evaluated_weights,
+    make_states_dense,
+    parts,
+    rated,
+    step_optimizer,
+    with_modes,
+)
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -100,11 +108,22 @@ class Reference:
     """Copy of the job's model and optimizer on one process, in one precision."""
 
     def __init__(
-        self, job: Job, model: nn.Module, precision: Precision, *, source: MapSource, order: Order, num_ranks: int
+        self,
+        job: Job,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        source: MapSource,
+        order: Order,
+        num_ranks: int,
+        sparse: Collection[str] = (),
     ) -> None:
-        """Prepare model and optimizer. `model`: the job's model on the CPU, which the reference changes."""
+        """Prepare model and optimizer. `model`: the job's model on the CPU, which the reference changes.
+
+        `sparse`: names of the parameters of which the optimizer gets sparse gradients.
+        """
         self._job, self._precision, self._source, self._order = job, precision, source, order
-        self._num_ranks = num_ranks
+        self._num_ranks, self._sparse = num_ranks, sparse
         self.model = precision.apply(model).to(precision.device)
         self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
@@ -118,6 +137,7 @@ class Reference:
         self._forward_writes = False  # whether a forward has written a parameter
         self._rewrites = False  # whether a backward writes buffers, by recomputation
         self._written: set[str] = set()  # names of the buffers that forwards change
+        self._touched: dict[str, Tensor] = {}  # rows of the last step's sparse gradients, ascending
 
     def step(
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
@@ -134,7 +154,7 @@ class Reference:
             with torch.enable_grad(), generators_kept():
                 with way.applied():
                     sums, _ = self._accumulate(computer, way, own)
-                _give(self._parameters, self._mean_gradient(own, sums))
+                _give(self._parameters, self._mean_gradient(own, sums), self._touched)
             return torch.tensor(own.trace.loss, dtype=torch.float64)
 
         with way.applied():
@@ -199,6 +219,7 @@ class Reference:
         """
         trace = result.trace
         self.forward.fingerprints = {}
+        self._touched = {}
         self._written = set(computer.computation.buffers)
         start = {name: b.detach().clone() for name, b in self._changing()}
         sums: dict[str, Tensor] = {}
@@ -232,7 +253,12 @@ class Reference:
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                gradient = parameter.grad
+                if gradient.is_sparse:
+                    if name in self._sparse:
+                        rows = gradient._indices()[0]
+                        self._touched[name] = torch.cat([self._touched.get(name, rows[:0]), rows]).unique()
+                    gradient = gradient.to_dense()
                 gradient = gradient.to(torch.promote_types(gradient.dtype, self._precision.reduce))
                 sums[name] = sums[name] + gradient if name in sums else gradient.clone()
                 result.magnitudes[name] = result.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
@@ -332,9 +358,9 @@ class Reference:
         `again`: computes the loss and sets the gradients, for an optimizer that needs a closure.
         """
         job = self._job
-        _give(self._parameters, gradients)
+        _give(self._parameters, gradients, self._touched)
         named = [(name, p.grad) for name, p in self._parameters.named if p.grad is not None]
-        trace.tensors |= {f"clipping/{name}": gradient.clone() for name, gradient in named}
+        trace.tensors |= {f"clipping/{name}": g.to_dense() if g.is_sparse else g.clone() for name, g in named}
         before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
         progress = Progress(trace.step, self._order.num_steps, before)
         if self._scheduled is not None:
@@ -350,6 +376,8 @@ class Reference:
                     group["lr"] = rate * multiplier
         seed_everything(random_key(job.seed, "optimizer", trace.step))
         step_optimizer(self._optimizer, again if self.needs_closure else None)
+        if self._touched:
+            make_states_dense(self._optimizer)
 
     def loss_of_grains(self) -> tuple[float, float, str]:
         """Return the first step's loss of all grains together, the sum of their own losses, and why these differ."""
@@ -390,10 +418,16 @@ class Reference:
             yield
 
 
-def _give(parameters: Parameters, gradients: Mapping[str, Tensor]) -> None:
-    """Set the parameters' gradients."""
+def _give(parameters: Parameters, gradients: Mapping[str, Tensor], touched: Mapping[str, Tensor]) -> None:
+    """Set the parameters' gradients: sparse ones with the `touched` rows, and others."""
     for name, parameter in parameters.named:
-        parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
+        gradient = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
+        if gradient is not None and name in touched:
+            rows = touched[name]
+            gradient = torch.sparse_coo_tensor(
+                rows[None], gradient[rows], gradient.shape, is_coalesced=True, check_invariants=False
+            )
+        parameter.grad = gradient
 
 
 def _capture(trace: StepTrace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

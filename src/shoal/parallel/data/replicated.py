@@ -40,6 +40,7 @@ from shoal.parallel.base import (
     Strategy,
     run_backward,
 )
+from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.update_division import UpdateDivision
 from shoal.plans.accounting.collectives import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
@@ -101,7 +102,8 @@ class GradientBuckets:
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         sizes = [real_numel(p) * dtype.itemsize for p in self._parameters]
         limit = GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES
-        groups = [] if self._plain else divide_into_buckets(sizes, limit)
+        # Without parameters one bucket carries the flags.
+        groups = [] if self._plain else divide_into_buckets(sizes, limit) or [[]]
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
             self._buckets.append(self._lay_out(list(group), extra, device))
@@ -322,8 +324,12 @@ class DataParallel(AccumulatingStrategy):
         *,
         plan: Plan | None = None,
         collective: Collective | None = None,
+        sparse: SparseRows | None = None,
     ) -> None:
-        """Build the gradient buckets. `collective`: an open collective; by default the plan's algorithm is opened."""
+        """Build the gradient buckets. `collective`: an open collective; by default the plan's algorithm is opened.
+
+        `sparse`: sums of further parameters' sparse gradients.
+        """
         super().__init__(model, mark, update_division)
         plan, mesh = plan or Plan(), model.mesh
         if mesh.num_data_ranks > 1 and collective is None:
@@ -341,9 +347,12 @@ class DataParallel(AccumulatingStrategy):
         self._in_buckets = reduce == torch.float32 and mesh.num_data_ranks == mesh.world_size
         self._nothing = torch.empty(0, device=mesh.device)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
+        self._sparse_rows = sparse or SparseRows((), mesh, reduce)
+        self.sparse = self._sparse_rows.parameters
 
     def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         self.update_division.begin()
+        self._sparse_rows.begin()
         self._buckets.begin()
         self._sums = None
         self._factor = self._root = factor
@@ -364,19 +373,27 @@ class DataParallel(AccumulatingStrategy):
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, self._nothing)
+            self._give_rows(flags)
             if world_size > 1:
                 return all_sums(sums, flags, self._mesh.device)
             sums = sums.sums() if isinstance(sums, LateTerms) else sums
             if device_reads.waits(sums.device):  # the norm comes in the same copy
-                norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
+                norm = norm_tensor([p.grad for p in (*self._parameters, *self.sparse) if p.grad is not None])
                 if norm is not None and norm.device == sums.device:
                     read = torch.cat([sums, norm.reshape(1)]).cpu().numpy()
                     return StepSums(read[:-1], flags, norm=float(read[-1]))
             return StepSums((sums if sums.is_cpu else sums.cpu()).numpy(), flags)
         flags, extras = self._buckets.finish(flags, self._extras(sums, row))
+        self._give_rows(flags)
         cut = len(extras) - world_size * len(row)
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
+
+    def _give_rows(self, flags: Flags) -> None:
+        """Sum the sparse gradients, unless a rank has failed. Collective: as `SparseRows.give`."""
+        if flags == NO_FAILURES:
+            self._sparse_rows.take(self._mesh.rank)
+            self._sparse_rows.give(self._mesh.world_size)
 
     def _extras(self, sums: Tensor, row: list[float]) -> Tensor:
         """Return what travels with the gradients: the sums, and a table with this rank's row."""
@@ -388,7 +405,7 @@ class DataParallel(AccumulatingStrategy):
 
     @property
     def queues(self) -> bool:
-        return self.compression is None and self.update_division.queues
+        return self.compression is None and self.update_division.queues and not self.sparse
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         sums, device, world_size = self._sums, self._mesh.device, self._mesh.world_size
@@ -407,7 +424,8 @@ class DataParallel(AccumulatingStrategy):
         return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._buckets.memory()
+        own, others = self._buckets.memory()
+        return [*own, *self._sparse_rows.memory()], others
 
     def close(self) -> None:
         self._buckets.close()
@@ -433,7 +451,7 @@ def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
 class ExactDataParallel(Strategy):
     """Data parallelism in exact mode: one grain per microbatch, with a flat gradient in the reduce dtype.
 
-    `tree`: sums over the grains of all ranks.
+    `tree`: sums over the grains of all ranks. `sparse`: sums of further parameters' sparse gradients.
     """
 
     def __init__(
@@ -443,15 +461,20 @@ class ExactDataParallel(Strategy):
         tree: TreeSum,
         mark: Mark,
         update_division: UpdateDivision | None = None,
+        *,
+        sparse: SparseRows | None = None,
     ) -> None:
         super().__init__(model, mark, update_division)
         self._parameters, self._tree = list(parameters), tree
+        self._sparse_rows = sparse or SparseRows((), model.mesh, torch.float32)
+        self.sparse = self._sparse_rows.parameters
         self._num_grains = tree.num_grains
         self.begin()
 
     def begin(self, step: int = 0, factor: float | Tensor = 1.0) -> None:
         self.update_division.begin()
         self._tree.clear()
+        self._sparse_rows.begin()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
         self._known = [False] * len(self._parameters)
@@ -477,6 +500,7 @@ class ExactDataParallel(Strategy):
             if into:
                 torch._foreach_copy_(into, gradients)
             self._tree.add(grain, flat)
+            self._sparse_rows.take(grain)
         self._rows[grain] = sums
 
     def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
@@ -504,10 +528,11 @@ class ExactDataParallel(Strategy):
             views = views_of(self._tree.total(holders, self._mesh.rank), self._parameters)
             for parameter, view, is_used in zip(self._parameters, views, status[2:].tolist(), strict=True):
                 parameter.grad = in_dtype(view, parameter) if is_used else None
+            self._sparse_rows.give(self._num_grains)
         return StepSums(sums.numpy(), flags)
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._tree.buffers(), self._tree.borrowed()
+        return [*self._tree.buffers(), *self._sparse_rows.memory()], self._tree.borrowed()
 
     def close(self) -> None:
         self._tree.close()

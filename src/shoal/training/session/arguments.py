@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, Required, TypedDict
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,7 +20,7 @@ from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.structure import refuse_wrapped
 from shoal.training.callbacks.base import Callback
 from shoal.training.update.closure import needs_closure
-from shoal.training.update.job_optimizer import refuse_optimizer, without_optimizer
+from shoal.training.update.job_optimizer import without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 
@@ -338,7 +338,13 @@ def refuse(thing: Any) -> None:
                 "a closure computes the loss again, which a loop of your own computes once for each batch",
                 "use it in a Job(optimizer=...), which evaluates the loss as often as it asks",
             )
-        return refuse_optimizer(thing)
+        if isinstance(thing, SparseAdam):
+            raise _refused(
+                "an optimizer SparseAdam",
+                "it takes sparse gradients only, and the gradients of a Session are dense",
+                "use torch.optim.Adam or SGD, or a Job(optimizer=...)",
+            )
+        return None
     if isinstance(thing, nn.Module | LRScheduler):
         return None
     if isinstance(thing, DataLoader):

@@ -19,6 +19,7 @@ from shoal.distributed.collectives.shared_memory.region import why_not_copied
 from shoal.distributed.mesh import together
 from shoal.errors import JobError
 from shoal.jobs.job import Job
+from shoal.parallel.data.sparse_rows import sparse_parameters
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
 from shoal.training.callbacks.base import Callback
@@ -139,6 +140,10 @@ def copy_need(
             "known of torch's own optimizers"
         )
         return CopyNeed(hooked, why, ", or use a class of torch.optim without hooks")
+    for name in sparse_parameters(model):
+        why = "each rank would add all rows, and none has a part of them"
+        remedy = ", or build the embedding with sparse=False"
+        return CopyNeed(f"{name} with sparse gradients", why, remedy, forbids=False)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             return CopyNeed(f"the complex parameter {name}", "the ranks share real numbers")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.initial import TakenWeights, take_weights
@@ -18,6 +19,7 @@ from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.store import NewestMark, Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
+from shoal.checkpoint.whole_optimizer import parts
 from shoal.data.loader import Loader, no_lockstep
 from shoal.data.source import MapSource, Opened, open_evaluations, opened, order_of, refuse_epochs, said_of, small_batch
 from shoal.data.stream import loader_of
@@ -34,6 +36,7 @@ from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
+from shoal.parallel.data.sparse_rows import sparse_parameters, why_dense
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
@@ -53,7 +56,7 @@ from shoal.training.microbatch.global_norm import GlobalNorm
 from shoal.training.microbatch.loss_pair import LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import LossComputer, StepRunner
-from shoal.training.observe.metering import StepMeter
+from shoal.training.observe.metering import StepMeter, optimizer_shape
 from shoal.training.observe.step_records import RecordWriter, Surroundings
 from shoal.training.observer import Observer, StepClock, StepListener
 from shoal.training.setup.choices import choose
@@ -66,6 +69,7 @@ from shoal.training.update.job_optimizer import (
     build_optimizer,
     refuse_on_parts,
     refuse_served,
+    refuse_sparse,
     without_optimizer,
 )
 from shoal.training.update.optimizer_step import Stepper, Updater
@@ -76,6 +80,8 @@ if TYPE_CHECKING:
 
 # Maximum number of elements of a divided model for a look at the whole model in one process, and its time limit.
 _MOST_WHOLE, _WHOLE_SECONDS = 1 << 22, 10.0
+# Bytes of a table with sparse gradients whose dense state is worth a note.
+_LARGE_TABLE = 1 << 28
 # Runs with at least this number of metrics report the metrics' cost.
 _MANY_METRICS = 3
 
@@ -253,7 +259,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     regions = together(mesh, lambda: compile_blocks(model, plan, precision, pipeline, job.loss))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     regions.notice = clock.heartbeat.forget
-    strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
+    sparse, dense_for = sparse_parameters(model), why_dense(plan)
+    tables = sparse if dense_for is None else {}
+    together(mesh, lambda: refuse_sparse(optimizer, parameters.named, tables))
+    strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark, sparse=list(tables.values()))
     updated = {id(p) for p in parameters if strategy.update_division.updates(p)}
     if plan.serves:  # what the first parameter server updates
         from shoal.parallel.data.pushed import divide_parameters
@@ -343,6 +352,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *(note for own in evaluation_data.values() for note in own.notes),
         *copies_notes,
         *without_optimizer([optimizer], parameters.named),
+        *(f"{name}: its gradient is dense in spite of sparse=True, with {dense_for}" for name in sparse if dense_for),
+        *_notes_on_tables(tables, optimizer),
     )
     # Options that have no effect, or another one.
     if options.bad_samples and mapped_source is None:
@@ -414,6 +425,21 @@ def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple
     sharded_model.hooks.take(sharded_model.model)  # the optimizer's function may have registered some
     refuse_hooks(sharded_model.hooks, sharded_model.division.parts, plan)
     return parameters, optimizer
+
+
+def _notes_on_tables(tables: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a note on each large table with sparse gradients: the bytes that are dense all the same."""
+    notes = []
+    for name, table in tables.items():
+        owner = next((o for o in parts(optimizer).values() for g in o.param_groups if table in set(g["params"])), None)
+        state = optimizer_shape(owner) if owner is not None else None
+        if table.nbytes >= _LARGE_TABLE:
+            states = f" and {state.tensors * table.nbytes / 1e9:.1f} GB of dense optimizer state" if state else ""
+            notes.append(
+                f"{name} {list(table.shape)}: {table.nbytes / 1e9:.1f} GB{states} on each process; its gradients grow "
+                "with the rows that a step touches"
+            )
+    return notes
 
 
 def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:

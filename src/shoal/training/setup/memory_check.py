@@ -27,9 +27,10 @@ def refuse_too_large(
     own = [p for p in parameters if not p.is_meta]
     state = optimizer_shape(optimizer)
     weights = strategy.update_division.own_bytes(sum(p.nbytes for p in own))
-    gradients = sum(p.nbytes for p in own if p.requires_grad)
+    trained = sum(p.nbytes for p in own if p.requires_grad)
+    gradients = trained - sum(p.nbytes for p in strategy.sparse)
     # An average over the owners: one with a large parameter has more, and the others then have less.
-    states = gradients * state.tensors // plan.num_owners if state is not None else 0
+    states = trained * state.tensors // plan.num_owners if state is not None else 0
     if device.type == "cuda":
         limit, whose = torch.cuda.get_device_properties(device).total_memory, "this GPU"
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from shoal.checkpoint.whole_optimizer import (
     compiler_deferred,
     groups,
     is_torchs,
+    make_states_dense,
     parts,
+    step_optimizer,
     to_train,
     with_modes,
 )
 from shoal.distributed.failures import user_error
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError, ShoalError, text_of
 from shoal.jobs.user_errors import place_of, traceback_of
 from shoal.parallel.model.sharded_model import ShardedModel
 
@@ -66,7 +69,6 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="the engine steps a torch.optim.Optimizer",
             remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
         )
-    refuse_optimizer(optimizer)
     known = set(map(id, parameters))
     strangers = sum(id(p) not in known for group in groups(optimizer) for p in group["params"])
     if strangers:
@@ -88,14 +90,42 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     return optimizer
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that accepts only sparse gradients. Raises: JobError."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise JobError(
-            given="optimizer SparseAdam",
-            conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
-            remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
-        )
+def refuse_sparse(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], sparse: Mapping[str, Tensor]
+) -> None:
+    """Refuse an optimizer of torch that raises for the gradients of its parameters. Raises: JobError.
+
+    Each group steps a stand-in with such a gradient twice. `sparse`: the parameters with sparse gradients by name.
+    """
+    names = {id(p): name for name, p in named}
+    for part in parts(optimizer).values():
+        if not (is_torchs(part) and (sparse or isinstance(part, torch.optim.SparseAdam))):
+            continue
+        arguments = inspect.signature(type(part).__init__).parameters
+        for group in part.param_groups:
+            kinds = {names[id(p)] in sparse: names[id(p)] for p in reversed(group["params"])}
+            for is_sparse, name in kinds.items():
+                settings = {key: value for key, value in group.items() if key in arguments and key != "params"}
+                stand_in = nn.Parameter(torch.zeros(2, 1))
+                gradient = torch.eye(2, 1)
+                try:
+                    with compiler_deferred():
+                        trial = type(part)([stand_in], **settings)
+                    for _ in range(2):
+                        stand_in.grad = gradient.to_sparse(1) if is_sparse else gradient.clone()
+                        step_optimizer(trial)
+                        make_states_dense(trial)
+                except Exception as error:
+                    kind = "sparse" if is_sparse else "dense"
+                    raise JobError(
+                        given=f"optimizer {type(part).__name__} with {name}, whose gradient is {kind}",
+                        conflict=f"torch's step raises {type(error).__name__}: {text_of(error)}",
+                        remedy="use SparseAdam, or SGD or Adagrad without weight decay and nesterov, or build the "
+                        "embedding with sparse=False"
+                        if is_sparse
+                        else "use nn.Embedding(sparse=True) on the data axis, whose weight no other module has, and "
+                        "another optimizer for other parameters",
+                    ) from error
 
 
 def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError:

@@ -24,6 +24,7 @@ from shoal.checkpoint.whole_optimizer import (
     groups,
     is_hooked,
     is_torchs,
+    make_states_dense,
     may_draw,
     parts,
     rated,
@@ -606,7 +607,7 @@ class Updater:
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, including one that has raised before its end
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
-        self.needs_closure = needs_closure(optimizer)
+        self.needs_closure, self._has_sparse = needs_closure(optimizer), bool(strategy.sparse)
 
     def step(
         self,
@@ -650,6 +651,8 @@ class Updater:
             )
         step = functools.partial(self.stepper.step, progress.step, refuse_noise=self._divides_state, closure=closure)
         self._division.update(step)
+        if self._has_sparse:
+            make_states_dense(self.optimizer)
         if self._compression is not None:  # the withheld part of the gradients changes only now
             self._compression.commit()
         if not self._judged:
@@ -760,6 +763,9 @@ class Updater:
             pairs = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
             gradients = [gradient for gradient, _ in pairs]
             counted = [g for g, counts in pairs if counts and g.numel()]
+        if self._has_sparse:  # their rows, which sparse gradients share with these tensors
+            gradients = [g._values() if g.is_sparse else g for g in gradients]
+            counted = gradients
         if len(gradients) != self._num_gradients:
             self._num_gradients = len(gradients)
             for name, home, key, parameter in self._places:

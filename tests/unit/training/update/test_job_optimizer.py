@@ -66,7 +66,6 @@ def test_the_need_of_a_closure_is_read_from_step(kind: type[torch.optim.Optimize
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        (lambda p: torch.optim.SparseAdam(p), "optimizer SparseAdam"),
         (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "an optimizer with 1 tensors"),
         (lambda p: torch.optim.SGD([*p, torch.zeros(2), torch.zeros(1)], lr=0.1), "an optimizer with 2 tensors"),
         (lambda p: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(p, lr=0.1), lambda s: 1.0), "returned LambdaLR"),

@@ -215,7 +215,9 @@ class TraceRecorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def _gradients(self, phase: str, scale: float) -> None:
-        gradients = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        gradients = [
+            (name, p.grad.to_dense() if p.grad.is_sparse else p.grad) for name, p in self._named if p.grad is not None
+        ]
         self._keep({f"{phase}/{name}": (self._sharded_model.part(name, g), local(g) * scale) for name, g in gradients})
 
     def _state(self) -> None:
