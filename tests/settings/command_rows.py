@@ -118,6 +118,21 @@ RUN_OPTIONS: Table = {
     "--step: another one than a plan's": Refuses(
         Call(plan={"execution": {"compile": "none"}}, arguments=("--step", "compiled")), "the plan file has"
     ),
+    "--shares": Acts(
+        PLAIN.with_("--shares", "5,3", "--devices", "2"),
+        PLAIN.with_("--devices", "2"),
+        lambda ended: ended.plan["layout"]["shares"],
+        [5, 3],
+    ),
+    "--shares: by speed": Says(PLAIN.with_("--shares", "by-speed"), "one rank computes all grains", PLAIN),
+    "--shares: none such": Refuses(PLAIN.with_("--shares", "fast"), "write --shares by-speed"),
+    "--shares: other than a plan's": Refuses(
+        Call(plan={"layout": {"data": 2, "shares": [5, 3]}}, arguments=("--shares", "1,2")), "the plan file has"
+    ),
+    "--shares: by speed, stages": Refuses(
+        Call(job="gpt", plan={"layout": {"pipeline": 2, "data": 1}}, arguments=("--shares", "by-speed")),
+        "a stage waits for its neighbours",
+    ),
     "--max-microbatch": Acts(PLAIN.with_(MICRO, "5"), PLAIN, forwards, 4),
     "--max-microbatch: smaller than a grain": Refuses(PLAIN.with_(MICRO, "1"), "Job(grains=16)"),
     "--max-microbatch: under a plan": Acts(

@@ -17,8 +17,8 @@ def planned(ranks: int = 1, *arguments: str, job: str = "job", **sections: dict[
 
 def layout(ranks: int, job: str = "job", /, *, data: int = 1, **degrees: Any) -> Call:
     """A run of a layout on so many ranks; other sections by their names."""
-    axes = {name: degree for name, degree in degrees.items() if isinstance(degree, int)}
-    others = {name.rstrip("_"): section for name, section in degrees.items() if not isinstance(section, int)}
+    axes = {name: degree for name, degree in degrees.items() if not isinstance(degree, dict)}
+    others = {name.rstrip("_"): section for name, section in degrees.items() if isinstance(section, dict)}
     return planned(ranks, job=job, layout={"data": data} | axes, **others)
 
 
@@ -91,6 +91,16 @@ LAYOUT: Table = {
     "layout.tensor": Acts(layout(2, GPT, tensor=2), layout(2, GPT, data=2), held),
     "layout.pipeline": Acts(layout(2, GPT, pipeline=2), layout(2, GPT, data=2), held),
     "layout.context": Acts(layout(2, GPT, context=2), layout(2, GPT, data=2), sent),
+    "layout.shares": Acts(layout(2, data=2, shares=(5, 3)), TWO, forwards),
+    "layout.shares: of another number of ranks": refused(
+        "each rank that divides grains", layout={"data": 2, "shares": [5, 3, 1]}
+    ),
+    "layout.shares: with servers": refused(
+        "a worker asks for its next grains", layout={"data": 2, "shares": [5, 3]}, server={"mode": "synchronous"}
+    ),
+    "layout.shares: grains too large for them": Says(
+        Call(plan={"layout": {"data": 2, "shares": [2, 1]}}, ranks=2), "Job(grains=16) divides them better"
+    ),
     "layout.data: of another world": Refuses(layout(1, data=2).with_("--devices", "3"), "--devices 3"),
     "schema": refused("schema", schema=2),
     "schema: an unknown section": refused("did you mean 'execution'", executions={"exact": True}),

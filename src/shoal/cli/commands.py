@@ -54,7 +54,7 @@ COMMANDS = {
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
         {
             "job and settings": ("job", "set", "config"),
-            "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch", "step"),
+            "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch", "step", "shares"),
             "where it runs": ("on", "dry_run"),
             "length and evaluations": ("steps", "evaluate_every"),
             "output": ("out", "track", "trace", "private", "no_source", "records", "no_telemetry"),

@@ -81,6 +81,7 @@ def run(
     init_allow: str | None = None,
     init_rename: Mapping[str, str] | Sequence[str] = (),
     step: PathText | None = None,
+    shares: str | None = None,
     layout: str | None = None,
     cluster: str | None = None,
     on: str = "local",
@@ -122,6 +123,7 @@ def run(
     | `init_allow` | for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none |
     | `init_rename` | for init_from: prefixes of names, old to new |
     | `step` | "eager", "graph", "compiled", "compiled-graph", or a trial.json; default: "auto", by a trial |
+    | `shares` | "by-speed": ranks get grains in proportion to their measured speed; "2,1": by these numbers |
     | `layout` | divide the run along these axes, in place of --plan: data=2,tensor=2 |
     | `cluster` | plan for this cluster with --plan auto, as shoal plan does (default: this machine) |
     | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |

@@ -12,8 +12,8 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from shoal.launch.signals import handle_stop_signals
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import is_strided, strided_parts
 from shoal.plans.grains import Grain, microbatches, random_key, share
+
+T = TypeVar("T")
 
 # Limits of steps and samples whose ids are drawn and digested at once, which saves tenths of a millisecond per step.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
@@ -131,10 +133,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class DataRank:
-    """This rank's index among the data ranks, and the number of data ranks."""
+    """This rank's index among the data ranks, the number of data ranks, and their shares as a plan has them."""
 
     rank: int
     num_ranks: int
+    shares: tuple[int, ...] = ()
+
+    def share(self, grains: list[T], rank: int | None = None) -> list[T]:
+        """Return the part of a step's grains that a data rank (default: this one) computes."""
+        return share(grains, self.rank if rank is None else rank, self.num_ranks, self.shares)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,8 @@ class Loader(ABC):
 
     may_draw = True  # whether reading may draw from this process's global generators
     looks_ahead: bool  # whether a step may be read before the current one is committed
+    divides_anew = True  # whether `divide` can change the ranks' shares
+    _place: DataRank
 
     def __init__(self) -> None:
         self.incidents: list[DataIncident] = []  # not reported yet
@@ -164,6 +173,10 @@ class Loader(ABC):
         for incident in self.incidents:
             warnings.warn(f"{incident.what}; {incident.done}", RuntimeWarning, stacklevel=2)
         self.incidents.clear()
+
+    def divide(self, shares: tuple[int, ...]) -> None:
+        """Give the ranks other shares of a step's grains, from the next `seek` on."""
+        self._place = replace(self._place, shares=shares)
 
     @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -398,7 +411,7 @@ class MapLoader(Loader):
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """Return the sample ids that a data rank (default: this one) fetches for `step`, by microbatch."""
-        mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
+        mine = self._place.share(self._order.grains(step), rank)
         ids, most = self._order.ids(step, mine), self._per_microbatch
         runs = zip(microbatches(mine, most), microbatches(ids, most), strict=True)
         return [_Request(step, tuple(grains), tuple(own)) for grains, own in runs]

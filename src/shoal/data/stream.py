@@ -18,7 +18,7 @@ from shoal.data.order import Ids, Order
 from shoal.data.source import Collate, MapSource, Opened, collate_samples, digest_of_samples, raised, tell_epoch
 from shoal.errors import DataError
 from shoal.numerics.generators import seed_everything
-from shoal.plans.grains import Grain, divide, microbatches, random_key, share
+from shoal.plans.grains import Grain, divide, microbatches, random_key
 
 if TYPE_CHECKING:
     from shoal.distributed.mesh import Mesh
@@ -84,9 +84,10 @@ class StreamLoader(Loader):
         self._order, self._place = order, place
         self._collate = collate or default_collate
         self._sharded = hasattr(stream, "shard")
+        self.divides_anew = not self._sharded
         self._per_microbatch = order.num_grains
         if self._sharded:
-            mine = share([Grain(i, 0, 1) for i in range(order.num_grains)], place.rank, place.num_ranks)
+            mine = place.share([Grain(i, 0, 1) for i in range(order.num_grains)])
             shards = {g.index: stream.shard(num_shards=order.num_grains, index=g.index) for g in mine}  # type: ignore[attr-defined]
         else:
             shards = {0: stream}
@@ -99,6 +100,8 @@ class StreamLoader(Loader):
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         """Set the microbatch size. A stream continues where it is and cannot seek."""
         self._per_microbatch = grains_per_microbatch
+        if self._pending is not None and not self._sharded:
+            self._pending = self._place.share(self._first)
 
     def step(self, step: int) -> StepData | None:
         if self._pending is None:
@@ -122,7 +125,7 @@ class StreamLoader(Loader):
                     )
                     for g in divide(len(samples), self._order.global_batch, self._order.num_grains)
                 ]
-                self._pending = share(self._first, self._place.rank, self._place.num_ranks)
+                self._pending = self._place.share(self._first)
         if not self._pending:
             return None
         runs = microbatches(self._pending, self._per_microbatch)
@@ -211,7 +214,7 @@ def refuse_other_samples(name: str, digests: Sequence[str | None]) -> None:
 
 def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
     """Create this rank's loader. `workers`: number of reading processes, unused for streams. Raises: as the loaders."""
-    place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
+    place, source = DataRank(mesh.data_rank, mesh.num_data_ranks, mesh.layout.shares), data.source
     if not isinstance(source, MapSource):
         return StreamLoader(source, order, place, data.collate)
     pins = mesh.device.type == "cuda"

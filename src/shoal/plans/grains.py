@@ -59,13 +59,31 @@ def _divided(num_samples: int, size: int) -> tuple[Grain, ...]:
     return tuple(Grain(i, start, min(size, num_samples - start)) for i, start in enumerate(range(0, num_samples, size)))
 
 
-def share(grains: list[T], part: int, num_parts: int) -> list[T]:
+@functools.lru_cache(maxsize=256)  # a rank asks for its share in each step
+def share_sizes(count: int, num_parts: int, shares: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the numbers of grains, of `count`, that the data ranks compute.
+
+    `shares`: the ranks' speeds, as whole numbers; empty if they are equal. Equal ranks get numbers that differ by at
+    most one. Otherwise the largest quotient of grains and speed, which is the step's time, is as small as possible.
+    A plan with another number of speeds than ranks is refused, and its ranks count as equal here.
+    """
+    if len(shares) != num_parts:
+        return tuple((part + 1) * count // num_parts - part * count // num_parts for part in range(num_parts))
+    sizes = [count * one // sum(shares) for one in shares]
+    for _ in range(count - sum(sizes)):
+        first = min(range(num_parts), key=lambda part: (sizes[part] + 1) / shares[part])
+        sizes[first] += 1
+    return tuple(sizes)
+
+
+def share(grains: list[T], part: int, num_parts: int, shares: tuple[int, ...] = ()) -> list[T]:
     """Return the contiguous run of grains that data rank `part` of `num_parts` computes; it may be empty.
 
-    Sizes differ by at most one grain. Every rank derives every other rank's share from this function alone.
+    Every rank derives every other rank's share from this function alone. `shares`: as in `share_sizes`.
     """
-    count = len(grains)
-    return grains[part * count // num_parts : (part + 1) * count // num_parts]
+    sizes = share_sizes(len(grains), num_parts, shares)
+    first = sum(sizes[:part])
+    return grains[first : first + sizes[part]]
 
 
 def microbatches(grains: list[T], grains_per_microbatch: int) -> list[list[T]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError, nearest
-from shoal.plans.grains import legal_data_degrees
-from shoal.plans.plan import AXES, Layout, Plan, divisors
+from shoal.plans.grains import legal_data_degrees, share_sizes
+from shoal.plans.plan import AXES, Layout, Plan, degrees_in_use, divisors
 from shoal.plans.rules import CAPTURED, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
 
 
@@ -148,6 +148,12 @@ CONFLICTS: tuple[Rule, ...] = (
         'execution.compile = "default", or execution.exact = false',
     ),
     Rule(
+        lambda plan: len(plan.layout.shares) not in (0, plan.layout.divides_grains),
+        ("layout.shares", "layout.data", "layout.shard"),
+        "each rank that divides grains (data x shard) has a share",
+        "layout.shares with a number for each of these ranks, or leave it out for equal shares",
+    ),
+    Rule(
         lambda plan: plan.shares_memory and plan.collectives.all_reduce != "shared_memory",
         ("memory.shared", "collectives.all_reduce"),
         "each rank updates its part of the shared parameters from all gradients where they lie, in memory shared too",
@@ -223,6 +229,12 @@ GLOBAL_NORM: tuple[Rule, ...] = (
 
 # Refusals of plans with servers.
 SERVED: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.serves and bool(plan.layout.shares),
+        ("layout.shares", "server.mode"),
+        "a worker asks for its next grains when it is done, so that fast workers compute more of them already",
+        'no layout.shares, or server.mode = "none"',
+    ),
     Rule(
         lambda plan: plan.serves and plan.memory.shared,
         ("memory.shared", "server.mode"),
@@ -404,6 +416,7 @@ def refuse(conflicts: list[Conflict]) -> None:
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield the drawbacks of a legal layout, first those that the job's grains cause."""
+    yield from _uneven_shares(plan, facts)
     pipeline, ranks, counts = plan.layout.pipeline, plan.layout.divides_grains, num_microbatches(plan, facts)
     waits = _bubble(pipeline, min(counts))
     # Stages wait because a microbatch is a single grain of several samples.
@@ -436,6 +449,33 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
+# The excess of a step over the ideal shares' step from which a note appears.
+_UNEVEN = 0.05
+
+
+def excess_of_shares(num_grains: int, shares: tuple[int, ...]) -> float:
+    """Return by how much whole grains make a step longer than ideal shares would, relative to the latter."""
+    sizes = share_sizes(num_grains, len(shares), shares)
+    return max(size / one for size, one in zip(sizes, shares, strict=True)) * sum(shares) / num_grains - 1
+
+
+def _uneven_shares(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Yield a note if grains are too large for the plan's shares, with a number of grains that suits them."""
+    shares, samples = plan.layout.shares, facts.num_grains * facts.grain_size
+    if len(shares) != plan.layout.divides_grains:
+        return
+    excess = excess_of_shares(facts.num_grains, shares)
+    if excess > _UNEVEN:
+        finer = (count for count in range(facts.num_grains + 1, samples + 1) if samples % count == 0)
+        enough = next((count for count in finer if excess_of_shares(count, shares) <= _UNEVEN), None)
+        more = f"; Job(grains={enough}) divides them better (which changes the run)" if enough is not None else ""
+        sizes = share_sizes(facts.num_grains, len(shares), shares)
+        yield (
+            f"layout.shares = {list(shares)}: {facts.num_grains} grains are divided as {list(sizes)}, "
+            f"and a step takes {excess:.1%} more than with ideal shares{more}"
+        )
+
+
 # Share of waiting in a pipeline's step from which a note appears; microbatches per stage that keep waiting low.
 _MUCH_BUBBLE, _ENOUGH_MICROBATCHES = 0.3, 4
 
@@ -463,9 +503,8 @@ def around(wanted: int, legal: Iterable[int]) -> str:
 
 def num_microbatches(plan: Plan, facts: ModelFacts) -> tuple[int, ...]:
     """Return the microbatches of a data rank in a full step; two numbers if the grains do not divide evenly."""
-    ranks = plan.layout.data * plan.layout.shard
-    shares = {facts.num_grains // ranks, -(-facts.num_grains // ranks)} - {0}
-    return tuple(sorted({-(-s // (plan.batch.grains_per_microbatch or s)) for s in shares}))
+    sizes = set(share_sizes(facts.num_grains, plan.layout.divides_grains, plan.layout.shares)) - {0}
+    return tuple(sorted({-(-size // (plan.batch.grains_per_microbatch or size)) for size in sizes}))
 
 
 def degrees_for(layout: Layout, world_size: int) -> list[str]:
@@ -489,8 +528,7 @@ def other_world(plan: Plan, world: World) -> list[Conflict]:
     layout = plan.layout
     if layout.world_size == world.size:
         return []
-    used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}
-    degrees = ", ".join(f"{axis} = {degree}" for axis, degree in used.items()) or "data = 1"
+    degrees = ", ".join(degrees_in_use(layout)) or "data = 1"
     ways = degrees_for(layout, world.size)
     near = [str(size) for size in nearest_worlds(layout, world.size) if size != layout.world_size]
     change = f"write {', or '.join(ways)}" if ways else f"{' or '.join(near)} with another layout.data"
@@ -659,7 +697,7 @@ def _fits(plan: Plan, facts: ModelFacts) -> bool:
 
 def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
     """Return the numbers of grains per microbatch that suit the plan's schedule, in order; may be empty."""
-    share = -(-facts.num_grains // (plan.layout.data * plan.layout.shard))
+    share = max(share_sizes(facts.num_grains, plan.layout.divides_grains, plan.layout.shares))
     return [n for n in range(1, share + 1) if _fits(plan.with_sections(batch={"grains_per_microbatch": n}), facts)]
 
 
@@ -682,7 +720,7 @@ def _microbatches(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     if pipeline == 1 or ranks > facts.num_grains or _fits(plan, facts):
         return
     counts = " or ".join(map(str, num_microbatches(plan, facts)))
-    per = plan.batch.grains_per_microbatch or -(-facts.num_grains // ranks)
+    per = plan.batch.grains_per_microbatch or max(share_sizes(facts.num_grains, ranks, plan.layout.shares))
     legal = legal_grains_per_microbatch(plan, facts)
     grains = -(-facts.num_grains // (ranks * pipeline)) * ranks * pipeline
     fewer = f"batch.grains_per_microbatch = {around(per, legal)}"

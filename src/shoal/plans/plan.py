@@ -57,7 +57,9 @@ class _Section(BaseModel):
 class Layout(_Section):
     """Degrees of the mesh axes, each at least 1; their product is the world size.
 
-    Raises: pydantic.ValidationError for a degree that is no integer of at least 1.
+    `shares`: relative speeds of the ranks that divide grains (data x shard, in rank order), as whole numbers. Empty
+    means equal speeds. A rank computes grains in proportion to its speed.
+    Raises: pydantic.ValidationError for a number that is no integer of at least 1.
     """
 
     data: Degree = 1
@@ -65,6 +67,7 @@ class Layout(_Section):
     tensor: Degree = 1
     pipeline: Degree = 1
     context: Degree = 1
+    shares: tuple[Degree, ...] = Field(default=(), strict=False)
 
     @property
     def world_size(self) -> int:
@@ -285,7 +288,8 @@ class Plan(_Section):
     def to_mapping(self) -> dict[str, Any]:
         """Return the whole plan as nested dicts, `schema` first, with every key present."""
         document = self.model_dump(by_alias=True)
-        document["pipeline"]["split"] = list(document["pipeline"]["split"])
+        for section, key in (("pipeline", "split"), ("layout", "shares")):
+            document[section][key] = list(document[section][key])
         return document
 
     @classmethod
@@ -389,9 +393,17 @@ def plan_text(plan: Plan) -> str:
 _ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
 
 
+def degrees_in_use(layout: Layout, between: str = " = ") -> list[str]:
+    """Return the name and degree of each axis with a degree above 1, in the order of the plan file."""
+    axes = ("data", "shard", "tensor", "pipeline", "context")
+    return [f"{axis}{between}{layout.degree(axis)}" for axis in axes if layout.degree(axis) > 1]
+
+
 def described(plan: Plan) -> str:
     """Return the degrees in use, the settings that differ from the default, and the servers if any."""
-    words = [f"{axis} {degree}" for axis, degree in plan.layout.__dict__.items() if degree > 1] or ["one device"]
+    words = degrees_in_use(plan.layout, " ") or ["one device"]
+    if plan.layout.shares:
+        words.append(f"shares {':'.join(map(str, plan.layout.shares))}")
     if plan.layout.shard > 1:
         words.append(_ZERO[plan.shard.level])
     if plan.layout.pipeline > 1:

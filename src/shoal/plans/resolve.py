@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from shoal.errors import PlanError, SettingWarning, nearest
+from shoal.plans.grains import share_sizes
 from shoal.plans.legal import (
     ModelFacts,
     World,
@@ -140,7 +141,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
         return plan
     rest = old.world_size // old.data
     if devices % rest == 0:
-        return plan.with_sections(layout={"data": devices // rest})
+        return plan.with_sections(layout={"data": devices // rest, "shares": []})
     used = [axis for axis in AXES if axis != "data" and old.degree(axis) > 1]
 
     def candidates(axes: list[str], left: int) -> Iterator[dict[str, int]]:
@@ -167,7 +168,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
     if plan.layout.pipeline != degrees["pipeline"] > 1:
         sections["pipeline"] = plan.pipeline.model_copy(update={"split": ()})
     batch = plan.batch.model_copy(update={"grains_per_microbatch": 0})
-    return plan.model_copy(update={"layout": Layout(**degrees), "batch": batch, **sections})
+    return plan.model_copy(update={"layout": Layout.model_validate(degrees), "batch": batch, **sections})
 
 
 class CompletePlan(Plan):
@@ -198,6 +199,14 @@ class CompletePlan(Plan):
         }
         return self.model_copy(update=update)
 
+    def with_shares(self, shares: tuple[int, ...], num_grains: int) -> Self:
+        """Return the same plan with other shares of the grains. A microbatch of all grains of a rank stays one."""
+        ranks, per = self.layout.divides_grains, self.batch.grains_per_microbatch
+        before, after = (max(share_sizes(num_grains, ranks, one)) for one in (self.layout.shares, shares))
+        per = after if per == before and not self.execution.exact else min(per, after)
+        batch = self.batch.model_copy(update={"grains_per_microbatch": per})
+        return self.model_copy(update={"layout": self.layout.model_copy(update={"shares": shares}), "batch": batch})
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -221,7 +230,7 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     if plan.layout.data * plan.layout.shard <= facts.num_grains:  # otherwise the plan is refused anyway
-        share = -(-facts.num_grains // plan.divides_step)
+        share = max(share_sizes(facts.num_grains, plan.divides_step, plan.layout.shares))
         wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, facts) or share
         if max_microbatch is not None:
             if max_microbatch < facts.grain_size:
@@ -271,7 +280,8 @@ def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
     `plan`: as the user wrote it. `alone`: why grains do not share a forward, if they do not. Exact mode also computes
     grain by grain, but `judge` reports that.
     """
-    wanted, share = plan.batch.grains_per_microbatch, -(-num_grains // plan.divides_step)
+    wanted = plan.batch.grains_per_microbatch
+    share = max(share_sizes(num_grains, plan.divides_step, plan.layout.shares))
     given = shown(plan, "batch.grains_per_microbatch")
     if wanted > 1 and alone is not None and not plan.execution.exact:
         yield f"{given}: no effect, since {alone}: each grain has a forward of its own"

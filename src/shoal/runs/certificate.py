@@ -82,4 +82,7 @@ class Certificate:
 
 
 def _relevant(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: section for name, section in plan.items() if name not in _IRRELEVANT}
+    relevant = {name: section for name, section in plan.items() if name not in _IRRELEVANT}
+    if isinstance(relevant.get("layout"), Mapping):  # which rank computes which grains is no part of the maths
+        relevant["layout"] = {key: value for key, value in relevant["layout"].items() if key != "shares"}
+    return relevant

@@ -260,6 +260,17 @@ def _blocks_or_all(text: Any, flag: str) -> str:
     raise CommandError(given=f"{flag} {text}", conflict=f"{flag} takes blocks or all", remedy=f"write {flag} all")
 
 
+def _shares(text: Any, flag: str) -> str:
+    name = str(text)
+    if name in ("equal", "by-speed") or re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", name):
+        return name
+    raise CommandError(
+        given=f"{flag} {name}",
+        conflict=f"{flag} takes equal, by-speed, or a whole number of at least 1 for each rank that divides grains",
+        remedy=f"write {flag} by-speed, or {flag} 2,1, say",
+    )
+
+
 # Values of --step: who computes a step's operations. `auto`: the fastest of the others, by a trial.
 STEP_MODES = ("auto", "eager", "graph", "compiled", "compiled-graph")
 
@@ -374,6 +385,14 @@ class Course:
         parse=_step_mode,
         saved="step",
         otherwise="auto",
+        compared=str,
+    )
+
+    shares: str | None = option(
+        "give ranks grains by their measured speed, or by numbers such as 2,1 (default: equal)",
+        "equal|by-speed|N,N",
+        parse=_shares,
+        saved="shares",
         compared=str,
     )
 

@@ -1,5 +1,7 @@
 """Grains divide a global batch the same way whatever the devices."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from shoal.plans.grains import (
     microbatches,
     random_key,
     share,
+    share_sizes,
 )
 
 COUNTS = st.integers(1, 300)
@@ -41,6 +44,23 @@ def test_shares_partition_the_grains_evenly(count: int, num_parts: int) -> None:
     shares = [share(grains, part, num_parts) for part in range(num_parts)]
     assert [g for part in shares for g in part] == grains
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(0, 12), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_shares_by_speed_make_the_slowest_rank_as_early_as_whole_grains_allow(count: int, speeds: list[int]) -> None:
+    sizes, ranks = share_sizes(count, len(speeds), tuple(speeds)), len(speeds)
+    ways = (way for way in itertools.product(range(count + 1), repeat=ranks) if sum(way) == count)
+    times = [max(size / speed for size, speed in zip(way, speeds, strict=True)) for way in ways]
+    assert sum(sizes) == count
+    assert max(size / speed for size, speed in zip(sizes, speeds, strict=True)) == min(times)
+    grains = list(range(count))
+    assert [g for part in range(ranks) for g in share(grains, part, ranks, tuple(speeds))] == grains
+
+
+def test_shares_by_speed_of_some_clusters() -> None:
+    assert share_sizes(24, 2, (2, 1)) == (16, 8)
+    assert share_sizes(8, 2, (2, 1)) == (5, 3)
+    assert share_sizes(8, 2, (4, 4)) == share_sizes(8, 2) == (4, 4)
 
 
 @given(st.integers(0, 100), st.integers(0, 40))

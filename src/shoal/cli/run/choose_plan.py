@@ -122,7 +122,7 @@ def with_layout(plan: Plan, layout: str, devices: int | None) -> Plan:
                 remedy=f"write --layout data=2,tensor=2, say, with axes of {', '.join(AXES)}",
             )
         degrees[axis] = int(number)
-    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in AXES})
+    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in AXES} | {"shares": []})
     if devices is not None:
         refuse(other_world(plan, World(devices, f"--devices {devices}")))
     return plan

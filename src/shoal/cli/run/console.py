@@ -15,6 +15,7 @@ from shoal.errors import folded, terminal_width
 from shoal.hardware.detect import cores
 from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import as_line
+from shoal.plans.grains import share_sizes
 from shoal.plans.plan import Plan, described
 from shoal.report.quantities import several
 from shoal.runs.directory import RunDirectory
@@ -178,7 +179,7 @@ def introduce(
     chosen_by = by.get(request.origin("layout"), "default: all GPUs, or 1 process")
     reporter.note(f"  devices     {where}{threads if device == 'cpu' else ''} ({chosen_by})")
     reporter.note(f"  layout      {described(plan)}")
-    share = -(-job.num_grains // plan.divides_step)
+    share = max(share_sizes(job.num_grains, plan.divides_step, plan.layout.shares))
     per = plan.batch.grains_per_microbatch
     each = f"{job.grain_size} sample{'s' if job.grain_size > 1 else ''} each"
     microbatches = several(-(-share // per), "microbatch")

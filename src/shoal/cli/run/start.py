@@ -22,7 +22,7 @@ from shoal.cli.run.choose_plan import ask_planner, with_layout, with_plan
 from shoal.cli.run.submit import RunEnd, joined_request, started_on_host, submitted
 from shoal.cli.run.way_out import with_way_out
 from shoal.cli.script import refuse_script_options, verify_as_it_is
-from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json, say_note
+from shoal.errors import CommandError, ExitCode, LaunchError, PlanError, ShoalError, from_json, say_note
 from shoal.hardware.detect import cores, killed_for_memory, visible_gpus
 from shoal.jobs.job_file import JobRequest, parse_target, with_settings_of
 from shoal.jobs.settings import is_below, setting_text, source_of, written
@@ -35,6 +35,7 @@ from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.planner.calibrate.processes import faster
 from shoal.plans import Plan
+from shoal.plans.legal import shown
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
 from shoal.runs.address import is_address, working_copy
@@ -538,7 +539,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         # The run chose these values itself, so exact mode chooses them again.
         chosen = {"channels_last": False} | ({"cuda_graph": False, "compile": "none"} if step is None else {})
         given = given.with_sections(batch={"grains_per_microbatch": 0}, execution=chosen)
-    plan = apply_wishes(given, wishes, from_file=origin is Origin.FILE)
+    plan = with_shares(apply_wishes(given, wishes, from_file=origin is Origin.FILE), options.shares, origin)
     if origin is Origin.RUN and plan.layout != given.layout:
         say_note(f"the run's layout, {described(given)}, becomes {described(plan)}")
     if plan.serves:
@@ -557,6 +558,20 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         shares_gpu=options.share_gpu,
     )
     return RunRequest(what, where, course, options.started_at, origins)
+
+
+def with_shares(plan: Plan, shares: str | None, origin: Origin) -> Plan:
+    """Return the plan with the shares of `--shares`. Raises: PlanError if a plan file has others."""
+    if shares is None or (shares == "by-speed" and origin is Origin.RUN):
+        return plan
+    numbers = [] if shares in ("equal", "by-speed") else [int(number) for number in shares.split(",")]
+    if origin is Origin.FILE and shares != "by-speed" and plan.layout.shares not in ((), tuple(numbers)):
+        raise PlanError(
+            given=f"--shares {shares}",
+            conflict=f"the plan file has {shown(plan, 'layout.shares')}",
+            remedy="leave --shares out, or leave layout.shares out of the file",
+        )
+    return plan if shares == "by-speed" else plan.with_sections(layout={"shares": numbers})
 
 
 # Settings of a plan whose origin is that of the plan.

@@ -364,7 +364,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             events = Events(directory.events if mesh.rank == 0 else None, request.where.fence)
             about = (request.where.out, loaded.settings, description, request.course.evaluate_every, events)
-            around = Surroundings(reporter.note, on_step, stop_requested, *about)
+            rebalances = request.course.shares == "by-speed"
+            around = Surroundings(reporter.note, on_step, stop_requested, *about, rebalances=rebalances)
             if first < num_steps:
                 said = engine.rehearse()
                 if said is not None:

@@ -24,6 +24,7 @@ from shoal.planner.answer.outlook import (
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
+from shoal.plans.grains import share_sizes
 from shoal.plans.plan import described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import dollars, rate, seconds, several
@@ -119,7 +120,7 @@ def quantity(value: float) -> str:
 def batch(candidate: Candidate, answer: SearchResult) -> tuple[int, int]:
     """Return the samples of a microbatch and the number of microbatches on a rank."""
     work, layout = answer.question.case.work, candidate.plan.layout
-    grains = -(-work.num_grains // (layout.data * layout.shard))
+    grains = max(share_sizes(work.num_grains, layout.divides_grains, layout.shares))
     per = candidate.plan.batch.grains_per_microbatch
     return per * work.grain_size, -(-grains // per)
 

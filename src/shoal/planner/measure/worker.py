@@ -99,7 +99,7 @@ def measure(task: MeasureTask, environment: Environment) -> None:
     prepare_process(exact=False, num_threads=None)
     torch.set_num_threads(task.threads)  # overrides OMP_NUM_THREADS
     torch.manual_seed(environment.rank)
-    with open_mesh(environment, Layout(**{task.axis or "data": environment.world_size})) as mesh:
+    with open_mesh(environment, Layout.model_validate({task.axis or "data": environment.world_size})) as mesh:
         if task.axis:
             rows = list(steps(mesh, task.quick, task.axis))
         else:

@@ -32,6 +32,7 @@ from shoal.planner.predict.workload import (
     thresholds,
 )
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
+from shoal.plans.grains import share_sizes
 from shoal.plans.plan import Plan
 from shoal.plans.schedule import Action, ActionKind, actions, in_flight, in_flight_by_stage, simulate
 
@@ -435,7 +436,7 @@ class Staging:
         if key_of_costs not in self._costs:
             computer = self.computer(device, plan.execution.channels_last)
             self._costs[key_of_costs] = StageCosts(computer, self._network, self._program)
-        grains = -(-self._work.num_grains // (layout.data * layout.shard))
+        grains = max(share_sizes(self._work.num_grains, layout.divides_grains, layout.shares))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
         sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
         key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums

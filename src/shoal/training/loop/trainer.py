@@ -26,6 +26,7 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.loop.replicas import ReplicaCheck
+from shoal.training.loop.share_balance import balance_of
 from shoal.training.loop.step_modes import RunTrial, StepModes
 from shoal.training.microbatch.evaluation import BetweenChunks, EvaluationLeftError, EvaluationSets
 from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteStep, find_nonfinite
@@ -272,15 +273,29 @@ class Trainer:
         )
         if state.computation is not None:
             self._runner.probe.restore(state.computation)
+        self._balance = balance_of(parts, around)
         self._records = StepRecords(
-            parts.mesh, parts.clock, parts.plan, num_grains=parts.job.num_grains, around=around, writer=writer
+            parts.mesh,
+            parts.clock,
+            parts.plan,
+            num_grains=parts.job.num_grains,
+            around=around,
+            writer=writer,
+            measured=self._balance.take if self._balance is not None else None,
         )
         self._between = BetweenSteps(parts, around, self._records, num_steps)
         self._late = LateReads(
             parts,
             self._runner,
             self._records,
-            lambda step: self._between.is_due(step) or (self._trial is not None and step == self._trial.ends_at),
+            lambda step: (
+                self._between.is_due(step)
+                or (
+                    step == self._trial.ends_at
+                    if self._trial is not None
+                    else self._balance is not None and self._balance.proposed is not None
+                )
+            ),
             around.note,
         )
         # The modes of all steps, and the same while turns of a trial are left.
@@ -346,6 +361,8 @@ class Trainer:
         outcome = self._between.conclude(self.state, status)
         if self._modes is not None:
             outcome.trial, outcome.plan = self._modes.close(), self._modes.plan
+        if self._balance is not None:
+            outcome.plan = self._balance.planned(outcome.plan or parts.plan)
         callbacks.conclude(self._mesh, outcome.status, outcome.metrics, outcome.ended_by)
         return outcome
 
@@ -374,6 +391,9 @@ class Trainer:
                 self._trial = trial.followed(self.state.step, fetched) if trial is not None else None
                 if self.state.step >= self._num_steps:
                     return "completed"
+                balance = self._balance if self._trial is None else None
+                anew = balance is not None and balance.changes(self.state.step, self._modes)
+                fetched, agreement = (None, None) if anew else (fetched, agreement)
                 self._clock.begin(self.state.step + 1)
                 if fetched is None:
                     fetched = self._runner.fetch(self.state.step)

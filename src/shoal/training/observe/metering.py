@@ -140,7 +140,7 @@ def describe(
 ) -> Described:
     """Describe this rank's measured step for the formulas."""
     layout, division, rank, grains = plan.layout, sharded_model.division, sharded_model.mesh.rank, list(shares.grains)
-    parts = [share(grains, part, layout.divides_grains) for part in range(layout.divides_grains)]
+    parts = [share(grains, part, layout.divides_grains, layout.shares) for part in range(layout.divides_grains)]
     places = [layout.coordinate(other) for other in range(layout.world_size)]
     part_of_rank = [place.data * layout.shard + place.shard for place in places]
     grains_of_ranks = [[grain.index for grain in parts[part]] for part in part_of_rank]

@@ -24,6 +24,7 @@ from shoal.checkpoint.keeper import RunState
 from shoal.distributed.mesh import Agreement, Mesh
 from shoal.errors import IntegrityError
 from shoal.parallel.base import StepSums
+from shoal.plans.grains import share_sizes
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.attempts import Events
@@ -41,7 +42,7 @@ class Surroundings:
     `note`: takes a line for people. `on_step`: takes the record of a finished step and the slowest rank.
     `stop_requested`: whether to stop. `out`: the run directory. `events`: its event log, on rank 0. `settings`:
     arguments of the job function. `description`: content of job.json. `evaluate_every`: steps between evaluations,
-    instead of one after each pass over the data.
+    instead of one after each pass over the data. `rebalances`: whether shares of grains follow the ranks' speeds.
     """
 
     note: Callable[[str], None]
@@ -52,6 +53,7 @@ class Surroundings:
     description: Mapping[str, Any] = field(default_factory=dict)
     evaluate_every: int | None = None
     events: Events = field(default_factory=lambda: Events(None))
+    rebalances: bool = False
 
 
 _MOST_TIMES = 20_000  # step times of which a training stores the median
@@ -69,8 +71,10 @@ class StepRecords:
         num_grains: int,
         around: Surroundings,
         writer: RecordWriter,
+        measured: Callable[[int, Agreement], None] | None = None,
     ) -> None:
-        self._clock, self._around, self._writer = clock, around, writer
+        """Create the writer. `measured`: takes the number of samples of each step, and the agreement on its times."""
+        self._clock, self._around, self._writer, self._measured = clock, around, writer, measured
         # Records that are not written yet, in order: of the last step, and of two steps if steps are read late.
         self.waiting: deque[StepRecord] = deque()
         self._slowest = mesh.rank
@@ -160,6 +164,8 @@ class StepRecords:
         if agreement is not None:
             by_rank = self._waits.add(agreement) if self._is_watched else None
             record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
+            if self._measured is not None:
+                self._measured(record.num_samples, agreement)
             straggler = self._stragglers.take(record.ranks) if self._is_watched else None
             if straggler is not None:
                 self._around.note(f"step {record.step}: {straggler}")
@@ -167,7 +173,9 @@ class StepRecords:
                     "straggler",
                     step=record.step,
                     noticed=f"the times of {WINDOW} steps",
-                    done="nothing: the others wait for it",
+                    done="nothing: the others wait for it; --shares by-speed would give it fewer grains"
+                    if self._measured is None
+                    else "its share of the grains follows its speed",
                     rank=straggler.rank,
                     what=str(straggler),
                     ratio=round(straggler.ratio, 2),
@@ -425,7 +433,8 @@ class StragglerWatch:
         ranks = plan.layout.divides_grains
         # Off for pipelines, since stages differ in their layers, and for ranks without grains.
         self._is_on = plan.layout.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
-        self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
+        sizes = share_sizes(num_grains, ranks, plan.layout.shares)
+        self._expected = max(sizes) / max(1, min(sizes))
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
         self._num_steps = 0
         self._known: int | None = None

@@ -35,6 +35,7 @@ from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
 from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
+from shoal.plans.plan import degrees_in_use
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.callbacks.ema import PREFIX
 from shoal.training.microbatch.evaluation import Evaluator
@@ -117,7 +118,7 @@ class Session:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
         if self.replay and self.replay.of is not None:  # a replay runs the same loop on one process
-            plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
+            plan = plan.with_sections(layout={**dict.fromkeys(AXES, 1), "shares": []})
         if self.replay:  # compressed sums differ from the sums of one process
             plan = plan.uncompressed
         _refuse_divided(plan)
@@ -332,7 +333,7 @@ def _refuse_divided(plan: Plan) -> None:
             remedy="use execution.cuda_graph = false; or a Job and shoal run",
         )
     if plan.divides_model:
-        degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
+        degrees = ", ".join(degrees_in_use(plan.layout))
         raise PlanError(
             given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
             conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so: "
