@@ -59,7 +59,8 @@ def test_shares_by_speed_make_the_slowest_rank_as_early_as_whole_grains_allow(co
 
 def test_shares_by_speed_of_some_clusters() -> None:
     assert share_sizes(24, 2, (2, 1)) == (16, 8)
-    assert share_sizes(8, 2, (2, 1)) == (5, 3)
+    assert share_sizes(8, 2, (2, 1)) == (6, 2)
+    assert share_sizes(8, 2, (5, 3)) == (5, 3)
     assert share_sizes(8, 2, (4, 4)) == share_sizes(8, 2) == (4, 4)
 
 
