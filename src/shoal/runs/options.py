@@ -393,6 +393,7 @@ class Course:
         "equal|by-speed|N,N",
         parse=_shares,
         saved="shares",
+        unserved="a worker that is done takes the next grains already",
         compared=str,
     )
 

@@ -35,9 +35,9 @@ from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.planner.calibrate.processes import faster
 from shoal.plans import Plan
-from shoal.plans.legal import shown
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
+from shoal.plans.rules import shown
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.attempts import Events
 from shoal.runs.directory import DirectoryLock, RunDirectory, default_directory, guarded_files, read_json, withdraw
