@@ -159,8 +159,7 @@ class Loader(ABC):
 
     may_draw = True  # whether reading may draw from this process's global generators
     looks_ahead: bool  # whether a step may be read before the current one is committed
-    divides_anew = True  # whether `divide` can change the ranks' shares
-    _place: DataRank
+    divides_anew = True  # whether `seek` can change the ranks' shares
 
     def __init__(self) -> None:
         self.incidents: list[DataIncident] = []  # not reported yet
@@ -174,13 +173,12 @@ class Loader(ABC):
             warnings.warn(f"{incident.what}; {incident.done}", RuntimeWarning, stacklevel=2)
         self.incidents.clear()
 
-    def divide(self, shares: tuple[int, ...]) -> None:
-        """Give the ranks other shares of a step's grains, from the next `seek` on."""
-        self._place = replace(self._place, shares=shares)
-
     @abstractmethod
-    def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Make `step` the next one, in microbatches of `grains_per_microbatch` grains."""
+    def seek(self, step: int, grains_per_microbatch: int, shares: tuple[int, ...] | None = None) -> None:
+        """Make `step` the next one, in microbatches of `grains_per_microbatch` grains.
+
+        `shares`: the ranks' shares of a step's grains from then on; None leaves them as they are.
+        """
 
     @abstractmethod
     def step(self, step: int) -> StepData | None:
@@ -373,8 +371,9 @@ class MapLoader(Loader):
         fetcher, options = _Fetcher(source, order, self._quarantine), {"pin_memory": pin_memory, **(reading or {})}
         self._reader = _RequestReader(fetcher, workers, options, following, self.incidents)
 
-    def seek(self, step: int, grains_per_microbatch: int) -> None:
+    def seek(self, step: int, grains_per_microbatch: int, shares: tuple[int, ...] | None = None) -> None:
         self.close()
+        self._place = self._place if shares is None else replace(self._place, shares=shares)
         self._known = {}
         self._per_microbatch, self._next = grains_per_microbatch, step
 

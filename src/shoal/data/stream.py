@@ -97,9 +97,10 @@ class StreamLoader(Loader):
         self.samples: list[Any] | None = None  # all samples of the pending step, if every rank reads them
         self._state = self._read_state()
 
-    def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Set the microbatch size. A stream continues where it is and cannot seek."""
+    def seek(self, step: int, grains_per_microbatch: int, shares: tuple[int, ...] | None = None) -> None:
+        """Set the microbatch size and the shares. A stream continues where it is and cannot seek."""
         self._per_microbatch = grains_per_microbatch
+        self._place = self._place if shares is None else replace(self._place, shares=shares)
         if self._pending is not None and not self._sharded:
             self._pending = self._place.share(self._first)
 

@@ -106,11 +106,10 @@ class ShareBalance:
         per_grain = np.median(np.array(self._busy), axis=0) / np.maximum(1, sizes)
         self._measure(self.proposed)
         after, computer = self.planned(plan), parts.computer
-        parts.loader.divide(self.shares)
         if computer.computation.grains_per_microbatch == before.batch.grains_per_microbatch:  # memory never ran out
             per = after.batch.grains_per_microbatch
             computer.computation = replace(computer.computation, grains_per_microbatch=per)
-        parts.loader.seek(step, computer.computation.effective_grains)
+        parts.loader.seek(step, computer.computation.effective_grains, self.shares)
         parts.clock.heartbeat.forget()  # a compiled step of another shape is compiled again
 
         def write() -> None:
