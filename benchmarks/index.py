@@ -34,7 +34,8 @@ class Row(NamedTuple):
 GROUPS = {
     "Same results": (
         Row("matrix", "2026-11-21", TWO_CORES, ("matrix.md", "matrix.json")),
-        Row("coupled", "2026-11-29", TWO_CORES, ("coupled.md", "coupled.json")),
+        Row("coupled", "2026-11-30", TWO_CORES, ("coupled.md", "coupled.json")),
+        Row("coupled_cost", "2026-11-30", TWO_CORES, ("coupled_cost.md", "coupled_cost.json")),
         Row("coupled_metrics", "2026-11-30", TWO_CORES, ("coupled_metrics.md", "coupled_metrics.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
         Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),

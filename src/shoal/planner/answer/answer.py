@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shoal.data.source import MapSource, one_grain, opened, order_of
 from shoal.errors import ShoalError
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
+from shoal.numerics.outputs import GrainOutputs, widened_leaf
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
@@ -100,7 +104,8 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         num_steps = order_of(known.train_data, known, length, bool(known.shuffle)).num_steps
     elif not isinstance(length, Epochs):
         num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
-    work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places)
+    output_bytes = _output_bytes(job, model, grain)
+    work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places, output_bytes)
     case = Case(work, cluster, space, correction=read_correction(cluster.name))
     # The tokens in a sample: the length of its longest integer sequence, if a sample has no other arrays.
     arrays = [t for t in tensors_in(grain) if t.ndim > 1 and t.dtype != torch.bool]
@@ -139,6 +144,19 @@ def _allows_one_copy(job: Job, model: nn.Module | None, optimizer: torch.optim.O
     if model is None or optimizer is None or is_copied(model):
         return False
     return copy_need(model, optimizer, job.callbacks) is None
+
+
+def _output_bytes(job: Job, model: nn.Module | None, grain: Any) -> float:
+    """Return the bytes of a sample's outputs in a job's loss over the global batch; 0 if a trace shows none.
+
+    `model`: the job's model on the meta device.
+    """
+    if job.outputs is None or model is None:
+        return 0.0
+    with contextlib.suppress(Exception), generators_kept(), torch.no_grad():
+        outputs = GrainOutputs.of(job.outputs(model, tree_map_only(Tensor, lambda t: t.to("meta"), grain)), None)
+        return float(sum(widened_leaf(leaf[:1]).nbytes for leaf in outputs.by_sample))
+    return 0.0
 
 
 def _sample_seconds(source: MapSource, grain_size: int) -> float:

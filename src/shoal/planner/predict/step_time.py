@@ -582,6 +582,8 @@ class Predictor:
         busy = busiest.seconds * microbatches
         terms = dict.fromkeys(TERMS, 0.0)
         terms.update(busiest.spent(microbatches))
+        if self.work.output_bytes and microbatches > 1:  # a first pass computes the outputs of all microbatches
+            terms["recompute"] += sum(busiest.unit_forwards) * microbatches
         terms["context"] += self.exchanged.ends(share) * microbatches
         if plan.layout.pipeline > 1:
             terms["pipeline"] = 2 * self.message(plan, ranks) * microbatches * plan.pipeline.stages_per_rank
@@ -658,7 +660,8 @@ class Predictor:
         """
         on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
         memory |= self.states.bytes(self._spread(plan), rank.part, rank.size, ranks.microbatches, on_cpu=on_cpu)
-        memory["activations"] = rank.activations
+        # Every rank has the outputs of the global batch, and the gradients by them.
+        memory["activations"] = rank.activations + 2 * self.work.output_bytes * self.work.global_batch
         replicas, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes
         if replicas > 1 and not plan.shards_model:
             if plan.collectives.all_reduce == "shared_memory":  # every rank also maps the other ranks' buckets

@@ -56,6 +56,7 @@ class Workload:
 
     `sample_seconds`: seconds to fetch a sample.
     `places`: modules before which the model can be cut into stages. None if unknown; cuts then fall between any units.
+    `output_bytes`: bytes of a sample's outputs that a loss over the global batch gathers.
     """
 
     profile: Profile
@@ -63,6 +64,7 @@ class Workload:
     num_grains: int
     sample_seconds: float = 0.0
     places: tuple[str, ...] | None = None
+    output_bytes: float = 0.0
     grain_size: int = field(init=False)  # samples per grain; the last grain may have fewer
 
     def __post_init__(self) -> None:

@@ -90,6 +90,15 @@ def test_full_recomputation_computes_the_forward_again():
     assert seconds(1, plan(8, memory={"recompute": "full"}))["recompute"] == pytest.approx(8 * 4 * BLOCK / 3)
 
 
+def test_a_loss_over_the_batch_has_a_first_pass_over_several_microbatches_and_all_outputs():
+    gathered = replace(work(), output_bytes=100.0)
+    apart, at_once = (predict(plan(grains), gathered, cluster(1, device=ROOMY), QUIET) for grains in (1, 8))
+    assert apart.terms["recompute"] == pytest.approx(8 * 4 * BLOCK / 3)
+    assert at_once.terms["recompute"] == 0.0
+    plain = predict(plan(8), work(), cluster(1, device=ROOMY), QUIET)
+    assert at_once.memory["activations"] - plain.memory["activations"] == pytest.approx(2 * 100.0 * 8)
+
+
 def test_gathered_parameters_hide_behind_the_blocks_but_for_the_first():
     sharded = {"layout": {"shard": 2}, "shard": {"level": "parameters"}}
     terms = seconds(2, plan(4, **sharded))
