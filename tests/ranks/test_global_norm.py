@@ -122,8 +122,9 @@ def test_the_published_value_of_one_norm(tmp_path: Path) -> None:
         assert float(variance) * 7 / 8 == pytest.approx(0.377417, abs=1e-6)
 
 
-PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "three ranks, one without samples": ({"data": 3}, {}),
+    "shares": ({"data": 2, "shares": [3, 1]}, {}),
     "ZeRO-1": ({"shard": 2}, {"shard": {"level": "optimizer"}}),
     "ZeRO-3": ({"shard": 3}, {"shard": {"level": "parameters"}}),
     "bfloat16": ({"data": 2}, {"precision": {"compute": "bfloat16"}}),
@@ -131,7 +132,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "recomputed": ({"data": 2}, {"memory": {"recompute": "full"}}),
     "one copy": ({"data": 2}, {"collectives": {"all_reduce": "shared_memory"}, "memory": {"shared": True}}),
 }
-SLOW = ("ZeRO-1", "float16", "recomputed", "one copy")
+SLOW = ("shares", "ZeRO-1", "float16", "recomputed", "one copy")
 
 
 @pytest.mark.parametrize(

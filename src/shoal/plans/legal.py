@@ -703,7 +703,7 @@ def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
 
 def _one_microbatch(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     per, ranks = plan.batch.grains_per_microbatch, plan.layout.divides_grains
-    share = -(-facts.num_grains // ranks)
+    share = max(share_sizes(facts.num_grains, ranks, plan.layout.shares))
     if facts.has_global_norm and 0 < per < share and not plan.execution.exact:
         yield Conflict(
             "batch.grains_per_microbatch",
