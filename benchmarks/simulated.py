@@ -29,7 +29,7 @@ from shoal.errors import PeerError, RankLostError, ShoalError
 from shoal.launch.signals import Signals
 from shoal.launch.supervise import heartbeat
 from shoal.launch.supervise.heartbeat import Watch
-from shoal.launch.supervise.recovery import MOST, Recovery
+from shoal.launch.supervise.recovery import Recovery
 from shoal.planner.answer.outlook import Failures, daly, share_left
 from shoal.runs.attempts import Events, mtbf_seconds
 from shoal.runs.directory import Fence, RunDirectory
@@ -74,7 +74,7 @@ class World:
     repair: float = 4 * 3600.0
     spares: int = 16  # hosts
     seed: int = 0
-    max_restarts: int = MOST
+    max_restarts: int = 5  # as --max-restarts
     kinds: dict[str, int] = field(default_factory=lambda: dict(KINDS))
     deterministic_step: int | None = None
 

@@ -114,22 +114,14 @@ def test_five_lines_change() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link of a page names a file that is there."""
-    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in t]
+def test_links_and_lines_of_a_page(page: Path) -> None:
+    """Relative links name files that are there and their headings; lines of programs fit a window of 1,280 pixels."""
+    text = page.read_text()
+    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t]
     assert [t for t in targets if t and not (page.parent / t).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_anchors_are_headings(page: Path) -> None:
-    """Every anchor of a relative link is a heading of the page that it names."""
-    links = [t.split("#") for t in re.findall(r"\]\(([^)\s]*\.md#[^)\s]+)\)", page.read_text()) if "://" not in t]
+    links = [t.split("#") for t in re.findall(r"\]\(([^)\s]*\.md#[^)\s]+)\)", text) if "://" not in t]
     assert [f"{file}#{name}" for file, name in links if name not in anchors(page.parent / file)] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_lines_of_programs_fit_a_window_of_1280_pixels(page: Path) -> None:
-    programs = "".join(blocks("python", page.read_text()) + blocks("toml", page.read_text()))
+    programs = "".join(blocks("python", text) + blocks("toml", text))
     assert [line for line in programs.splitlines() if len(line) > LINE] == []
 
 

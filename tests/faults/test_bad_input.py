@@ -206,7 +206,6 @@ USUAL = (
     "wrong_shape",
     "total_per_sample",
     "without_gradient",
-    "lbfgs",
     "model_raises",
     "nothing_to_train",
     "metric_raises",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests import forks
 from tests.launching import EXAMPLES, JOBS, Run, run
+from tests.usual import parametrize
 
 from shoal.plans.plan import read_plan
 
@@ -136,8 +137,12 @@ def job(lr: float = 0.1, api_token: str = "none"):
 
 
 @pytest.mark.timeout(150)
-def test_another_persons_run_is_trained_again_from_its_record(tmp_path: Path) -> None:
-    """A package in a src layout with uncommitted changes: the printed commands, in an empty folder, give the hash."""
+@parametrize("name", ["within", "above"], usual=["above"])
+def test_another_persons_run_is_trained_again_from_its_record(name: str, tmp_path: Path) -> None:
+    """A package in a src layout with uncommitted changes: the printed commands, in an empty folder, give the hash.
+
+    Its owner started it in the checkout, or in the folder above the checkout.
+    """
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
     theirs, empty = tmp_path / "theirs", tmp_path / "empty"
     package = theirs / "src" / "mine"
@@ -150,22 +155,19 @@ def test_another_persons_run_is_trained_again_from_its_record(tmp_path: Path) ->
         subprocess.run([*git, *words], cwd=theirs, check=True)
     nets = (package / "nets.py").read_text()
     (package / "nets.py").write_text(nets.replace("torch.nn.Linear(8, 2)", "torch.nn.Linear(8, 2, bias=False)"))
-    # Once from the checkout, and once from the folder above it.
-    for folder, name in ((theirs, "within"), (tmp_path, "above")):
-        job, out = package / "train.py", theirs / "runs" / name
-        shoal(folder, "run", str(job.relative_to(folder)), "--exact", "--set", "lr=0.3", "--out", str(out))
-        commands = shoal(empty, "runs", "reproduce", str(out))
-        assert "api_token" not in commands, "it was not given, so its value is in the code"
-        own = [line for line in commands.splitlines() if not line.startswith(("python -m venv", ". .venv", "pip "))]
-        script = f'shoal() {{ "{sys.executable}" -m shoal "$@"; }}\n' + "\n".join(own)
-        again = empty / name
-        again.mkdir()
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=again, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        hashes = {
-            json.loads((path / "result.json").read_text())["weights_sha256"]
-            for path in (out, again / "theirs" / "runs" / f"{name}-again")
-        }
-        assert len(hashes) == 1
+    folder = theirs if name == "within" else tmp_path
+    job, out = package / "train.py", theirs / "runs" / name
+    shoal(folder, "run", str(job.relative_to(folder)), "--exact", "--set", "lr=0.3", "--out", str(out))
+    commands = shoal(empty, "runs", "reproduce", str(out))
+    assert "api_token" not in commands, "it was not given, so its value is in the code"
+    own = [line for line in commands.splitlines() if not line.startswith(("python -m venv", ". .venv", "pip "))]
+    script = f'shoal() {{ "{sys.executable}" -m shoal "$@"; }}\n' + "\n".join(own)
+    again = empty / name
+    again.mkdir()
+    done = subprocess.run(["bash", "-c", script], cwd=again, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    hashes = {
+        json.loads((path / "result.json").read_text())["weights_sha256"]
+        for path in (out, again / "theirs" / "runs" / f"{name}-again")
+    }
+    assert len(hashes) == 1
