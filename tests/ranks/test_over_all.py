@@ -209,3 +209,18 @@ def test_wrong_results_are_refused(metrics: Mapping[Any, Any], said: str) -> Non
         evaluated(metrics, alone(torch.device("cpu")))
     with pytest.raises(JobError, match="it takes a function of all outputs and targets"):
         shoal.over_all(0.5)
+
+
+def test_a_function_that_needs_more_samples_than_a_verification_evaluates_has_no_value() -> None:
+    def needs_ten(outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs[9])
+
+    mesh, metrics = alone(torch.device("cpu")), {"tenth": shoal.over_all(needs_ten)}
+    data, precision = (
+        open_evaluation("eval_data", (SCORES, TARGETS), None),
+        Precision.of(PrecisionSection(), mesh.device),
+    )
+    few = Evaluator(job(metrics), mesh, precision, data, metrics, most_samples=4)
+    assert str(few.evaluate(Scores())[0]) == "{'tenth': nan}"
+    assert few.without_value == {"tenth": "its function returned nan"}
+    assert evaluated(metrics, mesh) == {"tenth": 0.5}
