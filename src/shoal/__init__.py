@@ -39,6 +39,12 @@ _HOMES = {
     "verify_session": "shoal.verification",
     "Parquet": "shoal.data.parquet",
     "from_spark": "shoal.data.parquet",
+    "Balanced": "shoal.data.samplers",
+    "ByLength": "shoal.data.samplers",
+    "Curriculum": "shoal.data.samplers",
+    "Mixture": "shoal.data.samplers",
+    "TokenBudget": "shoal.data.samplers",
+    "Weighted": "shoal.data.samplers",
     "load": "shoal.checkpoint.weights",
     "from_training_arguments": "shoal.jobs.training_arguments",
     "weights_sha256": "shoal.checkpoint",
@@ -55,7 +61,10 @@ _HOMES = {
 __all__ = [
     "EMA",
     "Answer",
+    "Balanced",
+    "ByLength",
     "Callback",
+    "Curriculum",
     "EarlyStopping",
     "Epochs",
     "ExitCode",
@@ -63,6 +72,7 @@ __all__ = [
     "KeepBest",
     "Layout",
     "LossSpikes",
+    "Mixture",
     "Parquet",
     "Plan",
     "Progress",
@@ -75,7 +85,9 @@ __all__ = [
     "ShoalError",
     "StepRecord",
     "Steps",
+    "TokenBudget",
     "Verdict",
+    "Weighted",
     "__version__",
     "accuracy",
     "cross_entropy",
@@ -104,6 +116,7 @@ if TYPE_CHECKING:
     from shoal.cli.finished_run import Run
     from shoal.cli.from_python import evaluate, export, plan, predict, run
     from shoal.data.parquet import Parquet, from_spark
+    from shoal.data.samplers import Balanced, ByLength, Curriculum, Mixture, TokenBudget, Weighted
     from shoal.errors import ExitCode, ShoalError
     from shoal.jobs.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.jobs.training_arguments import from_training_arguments

@@ -96,6 +96,13 @@ JOB: Table = {
     "collate: of tensors": Acts(changed("collate"), PLAIN, losses),
     "collate: of a stream": Acts(changed("collate of a stream"), changed("stream"), losses),
     "shuffle": Acts(changed("shuffle"), PLAIN, ids),
+    "sampler": Acts(changed("sampler"), PLAIN, ids),
+    "sampler: of tokens": Acts(changed("sampler of tokens"), PLAIN, samples, (2, 24)),
+    "sampler: of tokens, and global_batch": Refuses(
+        changed("sampler of tokens, global_batch"), "leave global_batch out"
+    ),
+    "sampler: and shuffle": Refuses(changed("sampler, shuffle"), "both set the order of the samples"),
+    "sampler: of other data": Refuses(changed("sampler of other data"), "63 samples, and train_data of 64"),
     "on_nonfinite: skip": Acts(changed("skip"), PLAIN, lambda ended: ended.result["skipped_steps"], 1),
     "on_nonfinite": Acts(changed("skip"), changed("rollback"), lambda ended: "rolled back" in ended.said, False),
     "fuse": Acts(changed("fuse"), PLAIN, forwards, 2),
@@ -169,6 +176,7 @@ SESSION: Table = {
     "schedule": Acts(loop("schedule"), OWN, lambda ended: ended.result["learning_rates"]),
     "collate": Acts(loop("collate"), OWN, steps),
     "shuffle": Acts(loop("shuffle"), OWN, steps),
+    "sampler": Acts(loop("sampler"), OWN, steps),
     "fuse": Acts(loop("fuse"), OWN, forwards, 2),
     "fuse: with grains_per_microbatch": Says(
         loop("fuse, plan"), "batch.grains_per_microbatch = 2: no effect, since fuse=False", loop("fuse")

@@ -249,7 +249,7 @@ class _Fetcher(Dataset[Any]):
         keys: list[int] = []
         if self.source.has_epochs:
             last = self.order.num_steps - 1  # steps beyond the last may be read ahead
-            self.source.at_epoch(min(request.step, last) // self.order.steps_per_epoch)
+            self.source.at_epoch(self.order.epoch(min(request.step, last)))
         if self.source.draws:
             keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:
@@ -428,7 +428,7 @@ class MapLoader(Loader):
             self._known = {number: [(request, next(digests)) for request in own] for number, own in ahead.items()}
         requests = self._known.pop(step)
         microbatches = (self._microbatch(request, words) for request, words in requests)
-        return StepData(step, step // self._order.steps_per_epoch, len(requests), microbatches)
+        return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         return self._microbatch(_Request(step, grains, ids), here=True)

@@ -9,11 +9,14 @@ The sample digest proves the order: a hash of all sample ids that a run has read
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,9 @@ from shoal.jobs.job import Epochs, Length, Samples
 from shoal.plans.grains import Grain, divide, random_key
 
 # Positions permuted at once, since a step may have few and a numpy call costs as much as some thousand elements.
-_BLOCK = 1 << 14
+BLOCK = 1 << 14
+# The odd word next to 2^64 divided by the golden ratio: the increment of splitmix64.
+GOLDEN_WORD = 0x9E3779B97F4A7C15
 _Words = npt.NDArray[np.uint64]
 # Luby and Rackoff show 4 rounds to be a strong pseudorandom permutation given a random round function; the round
 # function here is a mixer, not a cipher, hence twice as many.
@@ -43,20 +48,30 @@ def permute(positions: Ids, count: int, key: int) -> Ids:
     return values.astype(np.int64)
 
 
-def _permuted(start: int, stop: int, count: int, seed: int, epoch: int) -> Ids:
-    """Return the ids at positions [start, stop) of an epoch, from cached blocks."""
-    first = start // _BLOCK
+def uniforms(start: int, stop: int, key: int) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each position in [start, stop): splitmix64 at that position of its sequence."""
+    words = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(GOLDEN_WORD) + np.uint64(key)
+    return (_mix(words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def shuffled(start: int, stop: int, count: int, seed: int, epoch: int) -> Ids:
+    """Return the ids at positions [start, stop) of an epoch in the default order."""
+    return from_blocks(lambda index: _shuffled_block(index, count, seed, epoch), start, stop)
+
+
+def from_blocks(block: Callable[[int], Ids], start: int, stop: int) -> Ids:
+    """Return the ids at positions [start, stop), from blocks of BLOCK positions."""
     parts = []
-    for index in range(first, (stop - 1) // _BLOCK + 1):
-        begin = index * _BLOCK
-        parts.append(_permuted_block(index, count, seed, epoch)[max(0, start - begin) : stop - begin])
+    for index in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+        begin = index * BLOCK
+        parts.append(block(index)[max(0, start - begin) : stop - begin])
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @functools.lru_cache(maxsize=4)
-def _permuted_block(index: int, count: int, seed: int, epoch: int) -> Ids:
+def _shuffled_block(index: int, count: int, seed: int, epoch: int) -> Ids:
     key = random_key(seed, "order", epoch)
-    return permute(np.arange(index * _BLOCK, min(count, (index + 1) * _BLOCK), dtype=np.int64), count, key)
+    return permute(np.arange(index * BLOCK, min(count, (index + 1) * BLOCK), dtype=np.int64), count, key)
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,9 +93,45 @@ def _mix(words: _Words) -> _Words:
     return words ^ (words >> np.uint64(31))
 
 
+class Sampler(ABC):
+    """Rule for which sample stands at each position of an epoch. It has no state and is the same on every rank."""
+
+    unequal = False  # whether steps have other numbers of samples than the job's global batch
+
+    def bounds(self, order: Order, epoch: int) -> Ids:
+        """Return the positions in an epoch where its steps begin, and its end, if they are `unequal`."""
+        raise NotImplementedError
+
+    def grains(self, order: Order, epoch: int, start: int, stop: int) -> list[Grain]:
+        """Return the grains of a step at positions [start, stop) of an epoch, if steps are `unequal`."""
+        raise NotImplementedError
+
+    def draws(self, num_samples: int) -> int:
+        """Return the length of an epoch of a dataset with `num_samples`, in samples."""
+        return num_samples
+
+    @abstractmethod
+    def check(self, num_samples: int) -> None:
+        """Raise JobError if the sampler does not fit a dataset of `num_samples`."""
+
+    @abstractmethod
+    def ids(self, order: Order, epoch: int, start: int, stop: int) -> Ids:
+        """Return the sample ids at positions [start, stop) of an epoch, which are of one step. int64, `start` < `stop`.
+
+        The result follows from the order's numbers and the arguments alone. Ids may repeat.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's values as JSON, for a resume to compare."""
+
+
 @dataclass(frozen=True)
 class Order:
-    """Sample order of a map-style dataset of `num_samples`, for a job's batch, grains, seed and length."""
+    """Sample order of a map-style dataset, for a job's batch, grains, seed and length.
+
+    num_samples: number of samples in an epoch. sampler: None for a permutation (`shuffle`) or the dataset's own order.
+    """
 
     num_samples: int
     global_batch: int
@@ -88,32 +139,62 @@ class Order:
     seed: int
     shuffle: bool
     length: Length
+    sampler: Sampler | None = None
 
     @functools.cached_property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in one pass. The last step may be short."""
-        return -(-self.num_samples // self.global_batch)
+    def _first_steps(self) -> list[int]:
+        """First step of each epoch that was computed so far; only for epochs of unequal lengths."""
+        return [0]
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        if self.sampler is None or not self.sampler.unequal:
+            return epoch * -(-self.num_samples // self.global_batch)
+        for number in range(len(self._first_steps) - 1, epoch):
+            self._first_steps.append(self._first_steps[number] + len(self.sampler.bounds(self, number)) - 1)
+        return self._first_steps[epoch]
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch that a step belongs to. The last step of an epoch may be short."""
+        if self.sampler is None or not self.sampler.unequal:
+            return step // self.first_step(1)
+        while self._first_steps[-1] <= step:
+            self.first_step(len(self._first_steps))
+        return bisect.bisect_right(self._first_steps, step) - 1
 
     @functools.cached_property
     def num_steps(self) -> int:
         """Number of steps in the job's whole length."""
         if isinstance(self.length, Epochs):
-            return max(1, round(self.length.count * self.steps_per_epoch))
+            whole = int(self.length.count)
+            first, following = self.first_step(whole), self.first_step(whole + 1)
+            return max(1, first + round((self.length.count - whole) * (following - first)))
         if isinstance(self.length, Samples):
             epochs, rest = divmod(self.length.count, self.num_samples)
-            return epochs * self.steps_per_epoch - (-rest // self.global_batch)
+            return self.first_step(epochs) - (-rest // self.global_batch)
         return self.length.count
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """Return the positions in its epoch at which a step begins and ends."""
+        epoch = self.epoch(step)
+        place = step - self.first_step(epoch)
+        if self.sampler is not None and self.sampler.unequal:
+            bounds = self.sampler.bounds(self, epoch)
+            return int(bounds[place]), int(bounds[place + 1])
+        first = place * self.global_batch
+        return first, min(first + self.global_batch, self.num_samples)
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples in all steps before `step`."""
-        epochs, place = divmod(step, self.steps_per_epoch)
-        before = epochs * self.num_samples + place * self.global_batch
+        before = self.epoch(step) * self.num_samples + self._span(step)[0]
         return min(before, self.length.count) if isinstance(self.length, Samples) else before
 
     def grains(self, step: int) -> list[Grain]:
         """Return the non-empty grains of `step`."""
-        first = step % self.steps_per_epoch * self.global_batch
-        size = min(self.global_batch, self.num_samples - first)
+        first, end = self._span(step)
+        if self.sampler is not None and self.sampler.unequal:
+            return self.sampler.grains(self, self.epoch(step), first, end)
+        size = end - first
         if isinstance(self.length, Samples) and step < self.num_steps:
             size = min(size, self.length.count - self.samples_before(step))
         return divide(size, self.global_batch, self.num_grains)
@@ -122,11 +203,13 @@ class Order:
         """Return the sample ids of neighbouring grains of `step`: one int64 array [grain.size] per grain."""
         if not grains:
             return []
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.global_batch + grains[0].start
+        epoch = self.epoch(step)
+        start = self._span(step)[0] + grains[0].start
         stop = start + sum([g.size for g in grains])
-        if self.shuffle:
-            ids = _permuted(start, stop, self.num_samples, self.seed, epoch)
+        if self.sampler is not None:
+            ids = self.sampler.ids(self, epoch, start, stop)
+        elif self.shuffle:
+            ids = shuffled(start, stop, self.num_samples, self.seed, epoch)
         else:
             ids = np.arange(start, stop, dtype=np.int64)
         first = grains[0].start

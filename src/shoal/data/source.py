@@ -10,7 +10,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,27 +23,21 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
-from shoal.data.order import Ids, Order
+from shoal.data.order import Ids, Order, Sampler
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
+from shoal.data.samplers import Mixture
+from shoal.data.torch_samplers import in_place_of, is_of_torch, is_torchs, order_of_sampler
 from shoal.errors import DataError, JobError, ShoalError, text_of
-from shoal.jobs.job import Epochs, Job, Length
+from shoal.jobs.job import Epochs, Job, Length, Mistake
 from shoal.jobs.user_errors import place_of, raised_by_library, traceback_of
 from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import is_strided, raw_bytes, strided_parts
-
-if TYPE_CHECKING:
-    pass
-
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
@@ -128,6 +122,7 @@ class Opened:
 
     `collate`: function for a stream's samples; a map-style source has its own.
     `shuffle`, `workers`, `reading`: options of a DataLoader (`reading`: arguments for worker processes), or None.
+    `sampler`: the order that stands for a DataLoader's sampler, or None.
     `notes`: a sentence for each option that has no effect.
     `bad_samples`: maximum number of unreadable samples to skip.
     """
@@ -139,6 +134,7 @@ class Opened:
     reading: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     bad_samples: int = 0
+    sampler: Sampler | None = None
 
 
 class TensorSource(MapSource):
@@ -517,7 +513,6 @@ def digest_of_samples(batch: Any) -> str | None:
     return digest.hexdigest()
 
 
-_Mistake = tuple[str, str, str]
 # Attributes of a torch DataLoader, which torchdata's StatefulDataLoader has too.
 _MARKS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "num_workers", "drop_last")
 _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
@@ -531,14 +526,14 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
     `global_batch`: the required batch size; None accepts any.
     Raises: DataError that lists everything in the loader that shoal cannot reproduce, and as `source_of`.
     """
-    mistakes: list[_Mistake] = []
+    mistakes: list[Mistake] = []
     batch_sampler, own = loader.batch_sampler, loader.collate_fn
     sampler = getattr(batch_sampler, "sampler", loader.sampler)
     size = loader.batch_size
-    if size is None and _is_torchs(batch_sampler, BatchSampler):
+    if size is None and is_torchs(batch_sampler, BatchSampler):
         size = batch_sampler.batch_size
     kind = type(loader).__name__
-    if not _is_of_torch(getattr(type(loader).__iter__, "__module__", "")):
+    if not is_of_torch(getattr(type(loader).__iter__, "__module__", "")):
         mistakes.append(
             (f"an __iter__ of {kind}'s own", "what it makes of the batches is not seen", "give its dataset")
         )
@@ -550,12 +545,12 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
                 "give a dataset of single samples",
             )
         )
-    elif not _is_torchs(batch_sampler, BatchSampler):
+    elif not is_torchs(batch_sampler, BatchSampler):
         mistakes.append(
             (
                 f"batch_sampler={type(batch_sampler).__name__}(...)",
                 "which samples are in a step follows from the seed, the epoch and the step",
-                "leave batch_sampler out, and write shuffle=True or False",
+                in_place_of(batch_sampler),
             )
         )
     elif global_batch is not None and size != global_batch and not isinstance(sampler, DistributedSampler):
@@ -571,15 +566,17 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
         names = [getattr(function, "__name__", type(function).__name__) for function in (own, collate)]
         given = f"collate_fn={names[0]} and collate={names[1]}"
         mistakes.append((given, "a batch is made by one function", "leave one of them out"))
-    dataset, shuffle = loader.dataset, None
+    dataset, shuffle, own_order = loader.dataset, None, None
     drops = bool(loader.drop_last or getattr(batch_sampler, "drop_last", False))
     if hasattr(dataset, "__len__") and not is_stream(dataset):
-        order = _order(sampler, dataset, global_batch)
+        order = order_of_sampler(sampler, dataset, global_batch)
         if len(order) == 3:
             mistakes.append(order)
         else:
-            dataset, shuffle = order
-            num_samples = len(dataset)
+            dataset, way = order
+            own_order = way if isinstance(way, Sampler) else None
+            shuffle = way if isinstance(way, bool) else None
+            num_samples = len(dataset) if own_order is None else own_order.draws(len(dataset))
             if drops and size and num_samples % size:
                 whole = num_samples - num_samples % size
                 mistakes.append(
@@ -611,49 +608,7 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
         workers=loader.num_workers,
         reading={key: value for key in _WORKER_OPTIONS if (value := getattr(loader, key, None))},
         notes=tuple(f"{name}: {note}" for note in notes),
-    )
-
-
-def _is_torchs(value: Any, kind: type) -> bool:
-    """Check for torch's or torchdata's own class, since a user's subclass may behave differently."""
-    return isinstance(value, kind) and _is_of_torch(type(value).__module__)
-
-
-def _is_of_torch(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "torchdata")
-
-
-def _order(sampler: Any, dataset: Any, global_batch: int | None) -> tuple[Any, bool] | _Mistake:
-    """Return the sampler's dataset and whether each epoch has a new order, or a mistake."""
-    if _is_torchs(sampler, SequentialSampler) or _is_torchs(sampler, RandomSampler):
-        if len(sampler.data_source) != len(dataset):
-            given = f"a sampler of {len(sampler.data_source)} of its {len(dataset)} samples"
-            return given, "an epoch reads the whole dataset", "give the samples themselves: torch.utils.data.Subset"
-        if isinstance(sampler, SequentialSampler):
-            return dataset, False
-        if sampler.replacement or sampler.num_samples != len(dataset):
-            given = f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples})"
-            return given, "an epoch reads every sample once", "write shuffle=True, and say how long in Job(length=...)"
-        return dataset, True
-    if _is_torchs(sampler, SubsetRandomSampler):
-        return Subset(dataset, list(sampler.indices)), True
-    if isinstance(sampler, DistributedSampler):
-        size = "" if global_batch is None else f"batch_size={global_batch}, "
-        return (
-            f"sampler=DistributedSampler(num_replicas={sampler.num_replicas}, ...)",
-            "shoal itself divides each step among the ranks: every rank gives the whole dataset",
-            f"write DataLoader(dataset, {size}shuffle={sampler.shuffle}), and seed={sampler.seed} in the job",
-        )
-    if _is_torchs(sampler, WeightedRandomSampler):
-        return (
-            "sampler=WeightedRandomSampler(...)",
-            "an epoch reads every sample once, in an order that follows from the seed",
-            "weigh the samples in the loss, or give a dataset that repeats them",
-        )
-    return (
-        f"sampler={type(sampler).__name__}(...)",
-        "the order of samples follows from the seed, the epoch and the step, whatever was read before",
-        "write shuffle=True or False; a fixed order is a dataset: torch.utils.data.Subset(dataset, list(sampler))",
+        sampler=own_order,
     )
 
 
@@ -705,6 +660,12 @@ def said_of(evaluation_set: str) -> str:
 def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
     """Open evaluation data, as `open_data`."""
     source = open_data(name, data, collate)
+    if source.sampler is not None:
+        raise DataError(
+            given=f"{name}: a DataLoader with a sampler that draws with replacement or by weight",
+            conflict="an evaluation reads every sample once",
+            remedy="leave the sampler out, or weigh the samples in the metric's sums",
+        )
     if not source.workers or not isinstance(source.source, MapSource):
         return source
     note = f"{name}: num_workers={source.workers} has no effect: an evaluation reads in the rank itself"
@@ -714,7 +675,13 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 def opened(job: Job) -> Job:
     """Return the job with opened training data and a resolved `shuffle`. Raises: DataError, as `open_data`."""
     data = begun(open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle))
-    return replace(job, train_data=data, shuffle=in_new_orders("train_data", data, job.shuffle))
+    if isinstance(job.sampler, Mixture) and job.train_data is not job.sampler and job.train_data is not data:
+        raise JobError(
+            given="train_data, and sampler=shoal.Mixture(...)",
+            conflict="a mixture reads its own datasets",
+            remedy="leave train_data out, or give it to the mixture as a dataset with a name and a weight",
+        )
+    return in_its_order("train_data", data, replace(job, train_data=data))
 
 
 def begun(data: Opened) -> Opened:
@@ -741,25 +708,47 @@ def one_grain(job: Job) -> Any:
     return source.looked_at(np.arange(min(len(source), job.grain_size)), Quarantine(len(source)))
 
 
-def in_new_orders(name: str, data: Opened, shuffle: bool | None) -> bool:
-    """Decide whether epochs have new orders (the default), from data and `shuffle`.
+def in_its_order(name: str, data: Opened, job: Job) -> Job:
+    """Return the job with the order of its samples: a `sampler`, or `shuffle`, whose default is True.
 
-    Raises: DataError if they conflict.
+    Raises: DataError if data and job conflict; JobError if the sampler does not fit the data.
     """
-    if None not in (data.shuffle, shuffle) and data.shuffle != shuffle:
-        kind = "shuffles" if data.shuffle else "reads in order"
-        raise DataError(
-            given=f"shuffle={shuffle}, and {name}: a DataLoader that {kind}",
-            conflict="both set the order of the samples",
-            remedy=f"write DataLoader(..., shuffle={shuffle}), or leave shuffle={shuffle} out beside the DataLoader",
+    sampler = job.sampler or data.sampler
+    if sampler is None:
+        if None not in (data.shuffle, job.shuffle) and data.shuffle != job.shuffle:
+            kind = "shuffles" if data.shuffle else "reads in order"
+            raise DataError(
+                given=f"shuffle={job.shuffle}, and {name}: a DataLoader that {kind}",
+                conflict="both set the order of the samples",
+                remedy=f"write DataLoader(..., shuffle={job.shuffle}), or leave shuffle={job.shuffle} out beside the "
+                "DataLoader",
+            )
+        return replace(job, shuffle=(job.shuffle if job.shuffle is not None else data.shuffle) is not False)
+    kind = type(sampler).__name__
+    if not isinstance(data.source, MapSource):
+        raise JobError(
+            given=f"sampler=shoal.{kind}(...), and {name}: a stream",
+            conflict="a stream is read in its own order",
+            remedy="leave the sampler out, or give a map-style dataset",
         )
-    return (shuffle if shuffle is not None else data.shuffle) is not False
+    if job.shuffle is not None or (job.sampler is not None and (data.shuffle or data.sampler not in (None, sampler))):
+        given = f"sampler=shoal.{kind}(...)" if job.shuffle is None else f"shuffle={job.shuffle}"
+        raise DataError(
+            given=f"{given}, and {name}: a DataLoader with shuffle=True or a sampler",
+            conflict="both set the order of the samples",
+            remedy=f"leave {given} out, or write DataLoader(...) without a sampler and without shuffle",
+        )
+    sampler.check(len(data.source))
+    return replace(job, sampler=sampler)
 
 
-def order_of(data: Opened, job: Job, length: Length, shuffle: bool) -> Order:
-    """Return the sample order of a training of that length, in the job's batches and with its seed."""
+def order_of(data: Opened, job: Job, length: Length) -> Order:
+    """Return the sample order of a training of that length, in the job's batches, with its seed, in its order."""
     num_samples = len(data.source) if isinstance(data.source, MapSource) else _ENDLESS
-    return Order(num_samples, job.global_batch, job.num_grains, job.seed, shuffle, length)
+    if job.sampler is not None:
+        num_samples = job.sampler.draws(num_samples)
+    shuffle, sampler = job.shuffle is not False, job.sampler
+    return Order(num_samples, job.global_batch, job.num_grains, job.seed, shuffle, length, sampler)
 
 
 def refuse_epochs(data: Opened, length: Length, given: str, remedy: str) -> None:

@@ -93,6 +93,9 @@ def warmup_cosine(warmup: float = 0.0, floor: float = 0.0) -> WarmupCosine:
     return WarmupCosine(warmup, floor)
 
 
+_LEFT_OUT: Any = None  # by a job whose sampler sets the value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Training problem: model, loss, optimizer, data, batch, length and seed.
@@ -128,6 +131,9 @@ class Job:
     collate: list of samples -> batch. Default None: torch's default.
     shuffle: whether each epoch has a new order. Default None: the setting of the DataLoader if the data are one, else
         True.
+    sampler: another order of the samples: shoal.Weighted, shoal.Balanced, shoal.ByLength, shoal.TokenBudget,
+        shoal.Curriculum or shoal.Mixture. A mixture has the datasets itself, and train_data is left out. A token budget
+        sets the samples of a step, and global_batch is left out. Default None.
     on_nonfinite: action on a NaN or infinite loss or gradient. "skip" skips the step, "rollback" returns to the last
         checkpoint and continues without the bad step, and "stop" (default) ends the run.
     fuse: whether neighbouring grains may share a forward. Set False for losses that compare the samples of a batch.
@@ -150,8 +156,8 @@ class Job:
     model: Callable[[], Any]
     loss: Callable[..., Any]
     optimizer: Callable[[Any], Any]
-    train_data: Any
-    global_batch: int
+    train_data: Any = None
+    global_batch: int = _LEFT_OUT
     eval_data: Any = None
     metrics: Mapping[Any, Callable[[Any, Any], Any]] = field(default_factory=dict)
     grains: int | None = None
@@ -162,6 +168,7 @@ class Job:
     seed: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
+    sampler: Any = None
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
     fuse: bool = True
     buffers: Mapping[str, str] = field(default_factory=dict)
@@ -174,6 +181,10 @@ class Job:
     allow_state: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if self.train_data is None and callable(self.sampler):  # a mixture, which returns its datasets
+            object.__setattr__(self, "train_data", self.sampler)
+        if self.global_batch is None and getattr(self.sampler, "unequal", False):
+            object.__setattr__(self, "global_batch", self.sampler.global_batch)
         mistakes = [m for check in (_callables, _numbers, _hooks, _others) for m in check(self)]
         if mistakes:
             raise JobError(
@@ -269,6 +280,7 @@ class Job:
             "allow_state": sorted(self.allow_state),
             "buffers": dict(self.buffers),
             **({"batch_norm": self.batch_norm} if self.batch_norm != "grain" else {}),  # older runs have no such entry
+            **({} if self.sampler is None else {"sampler": self.sampler.describe()}),
         }
 
 
@@ -412,6 +424,21 @@ def _others(job: Job) -> Iterator[Mistake]:
         yield f"allow_state={job.allow_state!r:.60}", "it lists names", 'write allow_state=("encoder.calls",), say'
     if job.train_data is None:
         yield "train_data=None", "a step needs samples", "give a dataset or a function that returns one"
+    if job.sampler is not None:
+        names = "shoal.Weighted, Balanced, ByLength, TokenBudget, Curriculum and Mixture"
+        if isinstance(job.sampler, type) or not all(hasattr(job.sampler, name) for name in ("describe", "draws")):
+            name = getattr(job.sampler, "__name__", type(job.sampler).__name__)
+            yield f"sampler={name}", f"the samplers are {names}", "give one of them, such as shoal.Weighted(weights)"
+        if job.shuffle is not None:
+            yield f"sampler=..., shuffle={job.shuffle}", "both set the order of the samples", "leave shuffle out"
+        if getattr(job.sampler, "unequal", False):
+            if job.global_batch != job.sampler.global_batch:
+                given = f"sampler=shoal.TokenBudget(...), global_batch={job.global_batch}"
+                yield given, "both set the samples of a step", "leave global_batch out; a Session has no TokenBudget"
+            if isinstance(job.length, Samples) or job.outputs is not None or job.batch_norm == "batch":
+                given = f"sampler=shoal.TokenBudget(...) with length={job.length}, outputs or batch_norm='batch'"
+                write = "give Epochs or Steps, and leave outputs and batch_norm out"
+                yield given, "its steps have unequal numbers of samples", write
     if job.on_nonfinite not in ("skip", "rollback", "stop"):
         yield f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say'
     usable = isinstance(job.metrics, Mapping) and not any(_hooks(job))

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.data.order import Order
-from shoal.data.source import MapSource, open_evaluations, opened
+from shoal.data.source import MapSource, open_evaluations, opened, order_of
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
 from shoal.hardware.detect import cores
@@ -154,7 +153,7 @@ class _Judges:
                 remedy="verify with a map-style dataset of some of its samples",
             )
         self._job, self._plan, self._traced, self._device, self._notes = job, plan, traced, device, notes
-        self._order = Order(len(source), job.global_batch, job.num_grains, job.seed, bool(job.shuffle), job.length)
+        self._order = order_of(job.train_data, job, job.length)
         self.world_size = traced.world_size
         self._computation = (
             MicrobatchPolicy.from_json(traced.computation) if traced.computation else MicrobatchPolicy.of(job, 1)

@@ -82,10 +82,10 @@ def test_a_step_is_no_run_of_neighbours() -> None:
 def test_an_epoch_holds_every_sample_once(num_samples: int, batch: int, grains: int, shuffle: bool) -> None:
     one = order(num_samples, batch, Epochs(2), grains, shuffle)
     for epoch in range(2):
-        steps = range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch)
+        steps = range(one.first_step(epoch), one.first_step(epoch + 1))
         ids = [int(i) for step in steps for i in step_ids(one, step)]
         assert sorted(ids) == list(range(num_samples))
-        assert all(step // one.steps_per_epoch == epoch for step in steps)
+        assert all(one.epoch(step) == epoch for step in steps)
         if not shuffle:
             assert ids == list(range(num_samples))
 

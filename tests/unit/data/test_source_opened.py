@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -24,8 +25,9 @@ from torch.utils.data import (
 import shoal
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.order import Order
-from shoal.data.source import MapSource, Opened, TensorSource, open_data, opened
-from shoal.errors import DataError
+from shoal.data.samplers import Weighted
+from shoal.data.source import MapSource, Opened, TensorSource, open_data, open_evaluation, opened, order_of
+from shoal.errors import DataError, JobError
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12)
 ROWS = TensorDataset(X, Y)
@@ -46,6 +48,10 @@ class Drawn(Sampler[int]):
 
 class Renamed(RandomSampler):
     """Another order than torch's, for all that is known."""
+
+
+class LengthGroupedSampler(Drawn):
+    """Named as that of Transformers."""
 
 
 class Rebatched(DataLoader[Any]):
@@ -107,6 +113,24 @@ def test_its_order_holds() -> None:
     assert len(some.source) == 4
 
 
+def test_draws_with_replacement_and_by_weight_hold() -> None:
+    weighted = WeightedRandomSampler([0.0] * 9 + [1.0, 2.0, 3.0], 20, generator=torch.Generator())
+    found = opened(job(train_data=DataLoader(ROWS, 4, sampler=weighted), grains=4))
+    order = order_of(found.train_data, found, found.length)
+    assert (order.num_samples, order.num_steps) == (20, 5)
+    assert set(np.concatenate([np.concatenate(order.ids(s, order.grains(s))) for s in range(5)])) == {9, 10, 11}
+    assert found.describe()["sampler"]["draws"] == 20
+    assert opened(found).describe() == found.describe()
+    drawn = given(DataLoader(ROWS, 4, sampler=RandomSampler(ROWS, True))).sampler
+    assert isinstance(drawn, Weighted)
+    with pytest.raises(DataError, match="leave shuffle=True out"):
+        opened(job(train_data=DataLoader(ROWS, 4, sampler=weighted), shuffle=True))
+    with pytest.raises(DataError, match="an evaluation reads every sample once"):
+        open_evaluation("eval_data", DataLoader(ROWS, 4, sampler=weighted), None)
+    with pytest.raises(JobError, match="of 3 samples, and train_data of 12"):
+        opened(job(train_data=DataLoader(ROWS, 4, sampler=WeightedRandomSampler([1.0] * 3, 12))))
+
+
 def test_its_collate_function_makes_the_batches() -> None:
     source = given(DataLoader(range(12), 4, collate_fn=pad)).source  # type: ignore[arg-type]
     assert isinstance(source, MapSource)
@@ -147,10 +171,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch sampler": (lambda: DataLoader(ROWS, batch_sampler=[[0, 1]]), "batch_sampler=list"),
     "sampler": (lambda: DataLoader(ROWS, 4, sampler=Drawn()), r"Subset\(dataset, list\(sampler\)\)"),
     "sampler's subclass": (lambda: DataLoader(ROWS, 4, sampler=Renamed(ROWS)), "sampler=Renamed"),
-    "replacement": (lambda: DataLoader(ROWS, 4, sampler=RandomSampler(ROWS, True)), "replacement=True"),
+    "length": (lambda: DataLoader(ROWS, 4, sampler=LengthGroupedSampler()), r"sampler=shoal.ByLength\(lengths"),
     "num_samples": (lambda: DataLoader(ROWS, 4, sampler=RandomSampler(ROWS, num_samples=5)), "num_samples=5"),
     "other data": (lambda: DataLoader(ROWS, 4, sampler=RandomSampler(range(5))), "5 of its 12 samples"),
-    "weights": (lambda: DataLoader(ROWS, 4, sampler=WeightedRandomSampler([1.0] * 12, 12)), "weigh the samples"),
     "distributed": (
         lambda: DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, 2, 0, seed=7)),
         r"DataLoader\(dataset, batch_size=4, shuffle=True\), and seed=7",

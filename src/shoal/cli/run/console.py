@@ -214,6 +214,8 @@ def introduce(
         f"  data        {samples}, {several(plan.data.workers, 'worker process')} a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
+    if job.sampler is not None and job.sampler.unequal:
+        reporter.note(f"              {job.sampler.spread(engine.order)}")
     for note in (*engine.notes, *engine.sharded_model.division.notes):
         reporter.note(f"  {note}")
     if request.course.steps is not None and request.course.steps > engine.order.num_steps:

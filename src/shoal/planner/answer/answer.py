@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shoal.data.samplers import TokenBudget
 from shoal.data.source import MapSource, one_grain, opened, order_of
 from shoal.errors import ShoalError
 from shoal.hardware import cluster as find_cluster
@@ -101,7 +102,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     source, length, num_steps = known.train_data.source, known.length, None
     if isinstance(source, MapSource):
         sample_seconds = _sample_seconds(source, job.grain_size)
-        num_steps = order_of(known.train_data, known, length, bool(known.shuffle)).num_steps
+        order = order_of(known.train_data, known, length)
+        num_steps = order.num_steps
+        if isinstance(known.sampler, TokenBudget):
+            profile = replace(profile, notes=(*profile.notes, known.sampler.spread(order)))
     elif not isinstance(length, Epochs):
         num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
     output_bytes = _output_bytes(job, model, grain)

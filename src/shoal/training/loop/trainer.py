@@ -128,8 +128,8 @@ class BetweenSteps:
 
     def evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation follows step `step`, by `evaluate_every` or the end of a pass over the data."""
-        every = self._around.evaluate_every
-        return step % (every if every is not None else self._parts.order.steps_per_epoch) == 0
+        every, order = self._around.evaluate_every, self._parts.order
+        return step % every == 0 if every is not None else order.first_step(order.epoch(step)) == step
 
     def is_due(self, step: int) -> bool:
         """Return True if work that is due after `step` steps needs the model of exactly that step."""
@@ -655,7 +655,7 @@ class Trainer:
             update,
             nonfinite,
             time_taken,
-            epoch=(state.step - 1) // parts.order.steps_per_epoch,
+            epoch=parts.order.epoch(state.step - 1),
             ranks={},
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )

@@ -151,7 +151,7 @@ class Conductor:
             self._between.save(self.state, in_step=True)
             self._clock.mark("other")
         order, every = self._engine.order, self._engine.keeper.every_steps
-        epoch = (step // order.steps_per_epoch + 1) * order.steps_per_epoch
+        epoch = order.first_step(order.epoch(step) + 1)
         planned = [(step // n + 1) * n for n in (every, self._around.evaluate_every) if n is not None]
         self._desk.limit = min(self._num_steps, epoch, *planned)
         return None

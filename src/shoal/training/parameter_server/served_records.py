@@ -118,7 +118,7 @@ class ServedRecords(StepRecords):
         pushed = {"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness}
         if self._why is not None:
             pushed["fell_back"], self._why = self._why, None
-        epoch = step // parts.order.steps_per_epoch
+        epoch = parts.order.epoch(step)
         record = self.add(state, sums, update, nonfinite, epoch=epoch, ranks=ranks, push=pushed)
         parts.callbacks.stepped(state, record)
         parts.clock.begin()

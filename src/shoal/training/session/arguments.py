@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.checkpoint.whole_optimizer import begin, groups, to_train
+from shoal.data.order import Sampler
 from shoal.errors import JobError, nearest
 from shoal.jobs.job import Job, Progress, callback_mistakes, watched_by
 from shoal.parallel.model.adapters import adapted
@@ -87,6 +88,7 @@ class TrainingKeywords(TypedDict, total=False):
     schedule: Callable[[Progress], float] | None
     collate: Callable[[list[Any]], Any] | None
     shuffle: bool | None
+    sampler: Sampler | None
     fuse: bool
     buffers: Mapping[str, str]
     skip_nonfinite: bool
@@ -119,6 +121,7 @@ class Training:
     schedule: Callable[[Progress], float] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
+    sampler: Sampler | None = None
     fuse: bool = True
     buffers: Mapping[str, str] = field(default_factory=dict)
     skip_nonfinite: bool = False
@@ -196,6 +199,7 @@ class Training:
             "schedule",
             "collate",
             "shuffle",
+            "sampler",
             "fuse",
             "buffers",
             "allow_state",

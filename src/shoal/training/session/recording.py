@@ -119,9 +119,7 @@ class SessionRecords:
         if self._records is None:
             return None
         self._state = state
-        record = self._records.add(
-            state, sums, update, None, epoch=(state.step - 1) // self._order.steps_per_epoch, ranks={}
-        )
+        record = self._records.add(state, sums, update, None, epoch=self._order.epoch(state.step - 1), ranks={})
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         return record
 

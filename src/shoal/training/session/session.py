@@ -16,7 +16,7 @@ from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.data.source import (
     Opened,
     begun,
-    in_new_orders,
+    in_its_order,
     open_data,
     open_evaluation,
     order_of,
@@ -218,6 +218,7 @@ class Session:
             warn_of(self._prepared.without_optimizer())
         how = self.training.collate, self.training.global_batch, self.training.shuffle
         data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *how)))
+        self._job = together(self.mesh, lambda: in_its_order("dataset", data, self._job))
         compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
         before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
         if self._judged is None:
@@ -238,8 +239,7 @@ class Session:
         if self.mesh.rank == 0:
             warn_of(data.notes)
         goal = _length(length, epochs, data)
-        shuffle = together(self.mesh, lambda: in_new_orders("dataset", data, self.training.shuffle))
-        order = order_of(data, self._job, goal, shuffle)
+        order = order_of(data, self._job, goal)
         workers = self.plan.data.workers if data.workers is None or self._says_workers else data.workers
         loader = together(self.mesh, lambda: loader_of(data, order, self.mesh, workers))
         self._loop = Loop(base, self._prepared, loader, order)

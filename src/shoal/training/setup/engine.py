@@ -279,7 +279,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     observer = StepMeter() if options.meters else options.observer
     stepper = Stepper(optimizer, job, exact=exact, narrow=mesh.device.type in RECORDERS and not exact)
     updater = Updater(optimizer, job, observer, strategy, sharded_model, stepper=stepper)
-    order = order_of(data, job, job.length, job.shuffle is not False)
+    order = order_of(data, job, job.length)
+    if job.sampler is not None and job.sampler.unequal and (plan.layout.pipeline > 1 or plan.serves):
+        raise JobError(
+            given="sampler=shoal.TokenBudget(...), and a plan with pipeline stages or servers",
+            conflict="their microbatches have equal numbers of samples",
+            remedy="use another layout, or shoal.ByLength(lengths) with a global_batch",
+        )
     buffers = StepBuffers(
         model,
         sharded_model.counts_buffer,

@@ -124,7 +124,7 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
         job = opened(job)
         data = job.train_data
         if isinstance(data.source, MapSource):
-            order = order_of(data, job, job.length, job.shuffle is not False)
+            order = order_of(data, job, job.length)
             loader = MapLoader(data.source, order, DataRank(0, 1), 0, pin_memory=False, bad_samples=data.bad_samples)
             loader.seek(0, order.num_grains)
             batch: object = next(loader.step(0).microbatches).batch
