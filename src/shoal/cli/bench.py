@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from shoal.cli.options import BenchOptions
 from shoal.errors import CommandError, folded
 from shoal.hardware import device as catalogued
@@ -76,21 +78,10 @@ def bench(options: BenchOptions) -> int:
     measured = _measurements(ranks, options.quick, bool(gpu_names))
     cluster = undisturbed(divided(assembled(measured, gpu_names), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
-    facts = measured[0].facts
-    text = dump(
-        cluster,
-        beside={
-            "machine": {
-                "processor": processor(),
-                "cores": cores(),
-                "gpus": gpus(),
-                "memory_bytes": memory_bytes(),
-                "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
-                **{key: facts[key] for key in ("shoal", "torch", "python")},
-            },
-            "measurements": tables,
-        },
-    )
+    machine = {"processor": processor(), "cores": cores(), "gpus": gpus(), "memory_bytes": memory_bytes()}
+    machine["measured"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    machine |= {key: measured[0].facts[key] for key in ("shoal", "torch", "python")}
+    text = dump(cluster, beside={"machine": machine, "measurements": tables})
     own_file = measured_file()
     own_file.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (own_file, out)):
@@ -155,13 +146,9 @@ def undisturbed(cluster: Cluster, others: float) -> Cluster:
 
 
 def busy_seconds() -> float:
-    """Return the seconds that all cores have worked since the system started, or 0 if unknown."""
-    try:
-        fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)[1:9]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _wait, interrupts, soft, _stolen = (int(field) for field in fields)
-    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+    """Return the seconds that all cores have worked since the system started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
 
 def _own_seconds() -> float:

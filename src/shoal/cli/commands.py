@@ -9,7 +9,6 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ from shoal.cli import options
 from shoal.runs.options import add_options
 
 _MORE = "more"  # title of the last group
-_READS = {"devices and layout": ("devices",), "settings": ("set", "config")}
-_WEIGHTS = ("step", "ema")
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Command:
     Attributes:
         group: title of the commands among which `shoal --help` lists it.
         usage: the words after the command's name.
-        groups: names of options by the title of their group. Those that are in none follow as `more`.
+        groups: "title: names of options | title: ...". Options that are in no group follow as `more`.
         examples: command lines.
         codes: exit codes and their meanings.
     """
@@ -39,7 +36,7 @@ class Command:
     help: str
     description: str
     usage: str
-    groups: Mapping[str, Sequence[str]]
+    groups: str
     examples: tuple[str, ...]
     codes: str = "0 done, 2 user error"
 
@@ -52,19 +49,11 @@ COMMANDS = {
         "train a job on one process or many",
         "Train the job that FUNCTION in JOBFILE returns. The number of devices changes only the time.",
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
-        {
-            "job and settings": ("job", "set", "config"),
-            "devices and layout": ("devices", "plan", "layout", "cluster", "max_microbatch", "step", "shares"),
-            "where it runs": ("on", "dry_run"),
-            "length and evaluations": ("steps", "evaluate_every"),
-            "output": ("out", "track", "trace", "private", "no_source", "records", "no_telemetry"),
-            "precision and proof": ("precision", "exact", "verify", "require_certificate"),
-            "checkpoints and recovery": (
-                *("resume", "resume_if_exists", "accept_changes", "checkpoint_every", "keep_checkpoints"),
-                *("max_restarts", "bad_samples", "check_replicas"),
-            ),
-            "initial weights": ("init_from", "init_allow", "init_rename"),
-        },
+        "job and settings: job set config | devices and layout: devices plan layout cluster max_microbatch step "
+        "shares | where it runs: on dry_run | length and evaluations: steps evaluate_every | output: out track trace "
+        "private no_source records no_telemetry | precision and proof: precision exact verify require_certificate | "
+        "checkpoints and recovery: resume resume_if_exists accept_changes checkpoint_every keep_checkpoints "
+        "max_restarts bad_samples check_replicas | initial weights: init_from init_allow init_rename",
         (
             "shoal run job.py",
             "shoal run job.py --devices 2 --set lr=0.01 --out runs/first",
@@ -82,14 +71,9 @@ COMMANDS = {
         "say how many devices to use, which layout, how long and why",
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
         "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [OPTIONS]",
-        {
-            "job and settings": ("job", "set", "config", "precision", "seq", "batch"),
-            "a script, as it is": ("script", "launcher", "cpu"),
-            "devices and aim": ("cluster", "max_devices", "aim"),
-            "length and cost": ("samples", "tokens", "price", "mtbf"),
-            "output": ("output", "html", "more"),
-            "calibration": ("learn",),
-        },
+        "job and settings: job set config precision seq batch | a script, as it is: script launcher cpu | devices "
+        "and aim: cluster max_devices aim | length and cost: samples tokens price mtbf | output: output html more | "
+        "calibration: learn",
         (
             "shoal plan job.py",
             "shoal plan job.py --cluster 4x8xA100 --aim deadline=2h -o plan.toml",
@@ -104,14 +88,8 @@ COMMANDS = {
         "prove that a parallel run computes what one process computes",
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
         "JOBFILE[:FUNCTION]|--script COMMAND [--devices N] [OPTIONS]",
-        {
-            "job and settings": ("job", "set", "config"),
-            "a script, as it is": ("script", "launcher", "batch", "cpu", "keep"),
-            "devices and layout": ("devices", "plan", "max_microbatch"),
-            "length": ("steps",),
-            "output": ("out",),
-            "precision": ("precision", "exact"),
-        },
+        "job and settings: job set config | a script, as it is: script launcher batch cpu keep | devices and "
+        "layout: devices plan max_microbatch | length: steps | output: out | precision: precision exact",
         (
             "shoal verify job.py --devices 2",
             "shoal verify job.py --plan plan.toml --steps 5",
@@ -126,12 +104,8 @@ COMMANDS = {
         "say what of a machine, run or script costs time, and what to do",
         "Examine this machine, or say what the time of a run or of a training script is lost to, and what saves it.",
         "[RUN|--script COMMAND] [OPTIONS]",
-        {
-            "what is examined": ("run", "job", "set", "hosts", "folder"),
-            "a script, as it is": ("script", "devices", "launcher", "batch", "cpu"),
-            "trial of remedies": ("try_out", "steps"),
-            "output": ("json", "out"),
-        },
+        "what is examined: run job set hosts folder | a script, as it is: script devices launcher batch cpu | trial "
+        "of remedies: try_out steps | output: json out",
         (
             "shoal doctor",
             "shoal doctor runs/first",
@@ -147,7 +121,7 @@ COMMANDS = {
         "measure this machine for shoal plan",
         "Measure this machine and keep the result as a cluster, for `shoal plan --cluster here`.",
         "[machine|collectives] [OPTIONS]",
-        {"what is measured": ("what", "quick", "ranks", "sizes"), "output": ("out",)},
+        "what is measured: what quick ranks sizes | output: out",
         ("shoal bench --quick", "shoal bench collectives --sizes 64K,1M"),
         "0 done, 2 user error, 69 a process died, 130 stopped by a signal",
     ),
@@ -158,12 +132,7 @@ COMMANDS = {
         "list, compare, clean up and reproduce runs",
         "List runs, say what differs between them, delete those that are not wanted, or print how to run one again.",
         "[list|show|compare|prune|delete|reproduce] [DIR|RUN ...]",
-        {
-            "what to do": ("words",),
-            "list": ("sort", "filter"),
-            "delete and prune": ("keep_best", "metric", "yes"),
-            "output": ("json",),
-        },
+        "what to do: words | list: sort filter | delete and prune: keep_best metric yes | output: json",
         (
             "shoal runs --sort -best --filter state=completed",
             "shoal runs compare runs/first runs/second",
@@ -177,7 +146,7 @@ COMMANDS = {
         "show a run in the terminal while it trains",
         "Show how a run goes, redrawn in place until the run ends. It reads only what the run appends.",
         "RUN [OPTIONS]",
-        {"run": ("run",), "output": ("once", "openmetrics")},
+        "run: run | output: once openmetrics",
         ("shoal watch runs/first", "shoal watch runs/first --once"),
     ),
     "report": Command(
@@ -187,7 +156,7 @@ COMMANDS = {
         "write where a run's time went, as one HTML page",
         "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
         "RUN [RUN ...] [-o FILE] [--json]",
-        {"runs": ("runs",), "output": ("output", "json")},
+        "runs: runs | output: output json",
         ("shoal report runs/first", "shoal report runs/first runs/second -o both.html"),
     ),
     "resize": Command(
@@ -197,7 +166,7 @@ COMMANDS = {
         "give a run that trains more or fewer processes",
         "Let a run continue with N processes. An exact run computes the same bits on any number.",
         "RUN N",
-        {"run and devices": ("run", "devices")},
+        "run and devices: run devices",
         ("shoal resize runs/first 4",),
         "0 the run continues with N, 2 user error, 130 interrupted: the request is withdrawn",
     ),
@@ -208,7 +177,7 @@ COMMANDS = {
         "compute a job's metrics with the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
         "JOBFILE[:FUNCTION] RUN [OPTIONS]",
-        {"job and run": ("job", "run", *_WEIGHTS), **_READS, "output": ("json",)},
+        "job and run: job run step ema | devices and layout: devices | settings: set config | output: json",
         ("shoal evaluate job.py runs/first", "shoal evaluate job.py runs/first --step best --json"),
         "0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
     ),
@@ -219,7 +188,7 @@ COMMANDS = {
         "write a trained model's outputs for each sample of a data set",
         "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
         "JOBFILE[:FUNCTION] RUN [-o FILE] [OPTIONS]",
-        {"job and run": ("job", "run", "data", *_WEIGHTS), **_READS, "output": ("output",)},
+        "job and run: job run data step ema | devices and layout: devices | settings: set config | output: output",
         ("shoal predict job.py runs/first -o outputs.npz", "shoal predict job.py runs/first --data train"),
         "0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
     ),
@@ -231,7 +200,7 @@ COMMANDS = {
         "Write the weights of a checkpoint, of any layout, to files that other programs read. It needs no GPU and no "
         "job.",
         "RUN [-o DIR] [OPTIONS]",
-        {"run": ("run", *_WEIGHTS), "output": ("output", "dtype", "max_shard_size", "tokenizer")},
+        "run: run step ema | output: output dtype max_shard_size tokenizer",
         ("shoal export runs/first", "shoal export runs/first --step best --dtype bfloat16 -o model"),
         "0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
     ),
@@ -252,7 +221,8 @@ def add_command(commands: Any, name: str, command: Command) -> None:
         epilog="\n".join(["examples:", *(f"  {line}" for line in command.examples), "", "exit codes:", *codes]),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=24, width=width),
     )
-    add_options(parser, command.options, {**command.groups, _MORE: ()})
+    groups = dict(part.split(": ") for part in command.groups.split(" | "))
+    add_options(parser, command.options, {**{title: names.split() for title, names in groups.items()}, _MORE: ()})
     parser._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and end")
 
 

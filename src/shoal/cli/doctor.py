@@ -19,7 +19,13 @@ _SCRIPT_STEPS = 20
 def doctor(options: DoctorOptions) -> ExitCode:
     """Examine this machine, a run or a script. Raises: CommandError, LaunchError; as `run_diagnosis.examine`."""
     if options.script is not None:
-        return _diagnose_script(options)
+        script = script_of("doctor", options)
+        from shoal.doctor.script_diagnosis import diagnose_script  # torch
+
+        with exiting(stop_signals(), ExitCode.INTERRUPTED):
+            devices, out = place_of(options, f"{script.name}-doctor")
+            diagnose_script(script, devices, options.steps or _SCRIPT_STEPS, out, as_json=options.json)
+        return ExitCode.DONE
     refuse_script_options("doctor", options)
     if options.run is not None:
         if options.hosts:
@@ -60,14 +66,3 @@ def doctor(options: DoctorOptions) -> ExitCode:
     else:
         print("\n".join(lines(facts.name, checks)))
     return ExitCode.FAILED if worst(checks) is Severity.ERROR else ExitCode.DONE
-
-
-def _diagnose_script(options: DoctorOptions) -> ExitCode:
-    """Say where the time of a script's steps goes. Raises: CommandError."""
-    script = script_of("doctor", options)
-    from shoal.doctor.script_diagnosis import diagnose_script  # torch
-
-    with exiting(stop_signals(), ExitCode.INTERRUPTED):
-        devices, out = place_of(options, f"{script.name}-doctor")
-        diagnose_script(script, devices, options.steps or _SCRIPT_STEPS, out, as_json=options.json)
-    return ExitCode.DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -23,29 +24,15 @@ def progress_stream(stream: TextIO | None) -> tuple[TextIO | None, bool]:
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
     kernel = getattr(shell, "kernel", None)
-    if stream is None or kernel is None:
-        return stream, False
-    try:
-        handle = importlib.import_module("IPython.display").display(_Shown(""), display_id=True)
-    except Exception:  # the display failed: fall back to plain lines
-        return stream, False
-    if handle is None:
+    handle = None
+    with contextlib.suppress(Exception):  # the display failed: fall back to plain lines
+        if stream is not None and kernel is not None:
+            display = importlib.import_module("IPython.display").display
+            handle = display({"text/plain": ""}, raw=True, display_id=True)
+    if stream is None or handle is None:
         return stream, False
     shown: Any = ProgressDisplay(stream, handle)
     return shown, True
-
-
-class _Shown:
-    """HTML with an equivalent text, for displays without HTML."""
-
-    def __init__(self, html: str, text: str = "") -> None:
-        self._html, self._text = html, text
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 class ProgressDisplay(io.TextIOBase):
@@ -70,7 +57,8 @@ class ProgressDisplay(io.TextIOBase):
             return False
         try:
             document = json.loads(line[len(MARK) :])
-            self._handle.update(_Shown(html_of(document["step"], document["last"], document["text"]), document["text"]))
+            html = html_of(document["step"], document["last"], document["text"])
+            self._handle.update({"text/html": html, "text/plain": document["text"]}, raw=True)
         except Exception:  # a line of the job, or a display failure; never stop for it
             return False
         return True

@@ -45,14 +45,7 @@ def report(options: ReportOptions) -> ExitCode:
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
     default = files[0].output_folder / "report.html" if len(both) == 1 else Path("report.html")
     output = Path(options.output) if options.output else default
-    try:
-        write_file(output, render_report(page))
-    except OSError as error:
-        raise CommandError(
-            given=f"--output {output}",
-            conflict=f"it cannot be written: {error.strerror or error}",
-            remedy="give a file in a directory that is there, with -o FILE",
-        ) from error
+    _write("--output", output, render_report(page))
     print(f"page -> {output}")
     return ExitCode.DONE
 
@@ -67,10 +60,8 @@ def watch(options: WatchOptions) -> ExitCode:
     """Show a run until it ends. Raises: RunDirectoryError if there is no run; CommandError for the metrics' file."""
     with run_reader(options.run) as reader:
         watched = _Watched(reader)
-        metrics = Path(options.openmetrics) if options.openmetrics else None
-        watched.look()
+        watched.look(options.openmetrics)
         watched.files.say_damage()
-        _write(metrics, watched)
         if options.once:
             from rich.console import Console
 
@@ -86,14 +77,13 @@ def watch(options: WatchOptions) -> ExitCode:
                 time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(seconds))
                 began = time.process_time()
                 try:
-                    watched.look()
+                    watched.look(options.openmetrics)
                 except (RunDirectoryError, OSError) as error:
                     if watched.files.address is not None and error.__cause__ is not None:  # connection failed
                         say_note(f"{error}; looking again")
                         continue
                     watched.gone = True
                     break
-                _write(metrics, watched)
                 show()
                 seconds = time.process_time() - began - watched.accounting
             show()
@@ -117,8 +107,8 @@ class _Watched:
         self.files: RunFiles
         self.account: Account
 
-    def look(self) -> None:
-        """Read the new records. Raises: RunDirectoryError if the directory is gone."""
+    def look(self, metrics: str | None) -> None:
+        """Read the new records, and write `metrics`. Raises: RunDirectoryError if the directory is gone."""
         self.files = self._reader.read()
         status, now = status_of(self.files), time.monotonic()
         if now >= self._next or status != self.status:
@@ -129,16 +119,17 @@ class _Watched:
         else:
             self.accounting = 0.0
         self.status = status
+        if metrics:
+            _write("--openmetrics", Path(metrics), openmetrics(self.account))
 
 
-def _write(path: Path | None, watched: _Watched) -> None:
-    if path is None:
-        return
+def _write(flag: str, path: Path, text: str) -> None:
+    """Write a file that an option names. Raises: CommandError if that fails."""
     try:
-        write_file(path, openmetrics(watched.account))
+        write_file(path, text)
     except OSError as error:
         raise CommandError(
-            given=f"--openmetrics {path}",
+            given=f"{flag} {path}",
             conflict=f"it cannot be written: {error.strerror or error}",
             remedy="give a file in a directory that is there",
         ) from error

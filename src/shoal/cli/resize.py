@@ -8,6 +8,7 @@ from pathlib import Path
 from shoal.cli.options import ResizeOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.plans.plan import read_plan
+from shoal.report.quantities import several
 from shoal.runs.address import is_address
 from shoal.runs.directory import RunDirectory, about, is_held, newest, read_json
 from shoal.runs.request import with_processes
@@ -49,7 +50,7 @@ def resize(options: ResizeOptions) -> ExitCode:
     # The run's own GPUs, which this command may not see. If their number is unknown, the run itself checks.
     with_processes(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
     if plan.layout.world_size == options.devices:
-        print(f"{options.run} trains on {_processes(options.devices)} already")
+        print(f"{options.run} trains on {several(options.devices, 'process')} already")
         return ExitCode.DONE
     directory.request_resize(options.devices)
     try:
@@ -72,9 +73,5 @@ def resize(options: ResizeOptions) -> ExitCode:
             conflict="the run did not continue with this number: it ended, or another request replaced this one",
             remedy="read its output; continue a run that has ended with shoal run ... --resume",
         )
-    print(f"{options.run} goes on with {_processes(options.devices)}")
+    print(f"{options.run} goes on with {several(options.devices, 'process')}")
     return ExitCode.DONE
-
-
-def _processes(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"

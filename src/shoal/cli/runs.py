@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import RunsOptions
-from shoal.errors import CommandError, ExitCode, InUseError, RunDirectoryError, folded, nearest, terminal_width
+from shoal.errors import CommandError, ExitCode, folded, nearest, terminal_width
 from shoal.hardware.detect import file_text
 from shoal.jobs.secret_settings import HIDDEN, is_hidden
 from shoal.jobs.settings import setting_text, source_of
@@ -434,8 +434,6 @@ def _delete(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     for one in entries:
         try:
             remove(Path(one.path))
-        except (RunDirectoryError, InUseError):
-            raise
         except OSError as error:
             raise _refusal(f"deleting {one.path}", f"{error.strerror or error}", "see what holds it") from error
         deleted.append(one.path)

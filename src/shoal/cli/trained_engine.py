@@ -129,18 +129,9 @@ def in_ranks(
 ) -> LaunchEnd:
     """Run the request in ranks on this host. Raises: as `find`, before any rank starts."""
     find(request.run, step_of(request.step))
-    exact = request.plan(devices).execution.exact
-    return launch(
-        LocalRun(
-            [command, request.job.target, str(request.run)],
-            devices,
-            1 if exact else max(1, cores() // devices),
-            run_of(request.run).path / "logs",
-            request=dumped(request),
-            stream=stream,
-        ),
-        signals,
-    )
+    words, logs = [command, request.job.target, str(request.run)], run_of(request.run).path / "logs"
+    threads = 1 if request.plan(devices).execution.exact else max(1, cores() // devices)
+    return launch(LocalRun(words, devices, threads, logs, request=dumped(request), stream=stream), signals)
 
 
 @contextlib.contextmanager
@@ -224,9 +215,8 @@ def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) 
             print(json.dumps(document), flush=True)
         elif mesh.rank == 0:
             weights = "averaged weights of step" if request.ema else "step"
-            print(
-                folded(f"{request.shown} {weights} {saved.step}, {described(verdict.plan)}: {count} samples evaluated")
-            )
+            layout = described(verdict.plan)
+            print(folded(f"{request.shown} {weights} {saved.step}, {layout}: {count} samples evaluated"))
             for name, value in metrics.items():
                 print(f"  {name} {value:.6g}")
             sys.stdout.flush()
@@ -275,9 +265,8 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
             predictions.write()
     if environment.rank == 0 and not request.quiet:
         weights = "averaged weights of step" if request.ema else "step"
-        print(
-            folded(f"{request.shown} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
-        )
+        samples = f"{predictions.count} samples of {name} in {request.output}"
+        print(folded(f"{request.shown} {weights} {saved.step}: {samples}"))
     return ExitCode.DONE
 
 

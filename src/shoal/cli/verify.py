@@ -49,9 +49,8 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         assert request.what.judged is not None, "a request to verify is looked at"
         plan = request.what.judged.plan.uncompressed
         threads_text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-        num_threads = (
-            int(threads_text) if threads_text.isdecimal() and int(threads_text) else request.what.threads_per_process
-        )
+        given_threads = int(threads_text) if threads_text.isdecimal() else 0
+        num_threads = given_threads or request.what.threads_per_process
         judged = request.what.judged
         options = Options(may_copy=request.origin("memory.shared") is not Origin.FILE)
 
@@ -77,9 +76,8 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
         say_labelled("layout", f"{described(plan)}; {mode}; parameters {kind}; {several(verdict.num_steps, 'step')}")
         for note in verdict.notes:
             say_labelled("note", note)
-        say_labelled(
-            "cost", f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
-        )
+        of_references = f"{verdict.seconds:.1f} s for the references"
+        say_labelled("cost", f"{parallel_seconds:.1f} s for the parallel run, {of_references}")
         print(folded(verdict.render()), flush=True)
         if not request.course.no_source:
             write_source(request.where.out, request.what.job.path.parent)

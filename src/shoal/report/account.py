@@ -317,15 +317,8 @@ def _rates(files: RunFiles, wall: WallClock, elsewhere: bool, world_size: int) -
     def times(rate: float | None, factor: float | None) -> float | None:
         return rate * factor if rate is not None and factor is not None else None
 
-    return Rates(
-        step,
-        overall,
-        times(step, tokens),
-        times(overall, tokens),
-        times(step, share),
-        number(predicted.get("mfu")),
-        times(overall, share),
-    )
+    of_tokens, mfu = (times(step, tokens), times(overall, tokens)), number(predicted.get("mfu"))
+    return Rates(step, overall, *of_tokens, times(step, share), mfu, times(overall, share))
 
 
 def _samples(files: RunFiles, result: Mapping[str, Any]) -> SampleAccount:
@@ -426,16 +419,10 @@ def traffic(result: Mapping[str, Any]) -> tuple[CollectiveTraffic, ...]:
                 known = fullest.get((group, collective))
                 if known is not None and volume["bytes"] <= known.bytes:
                     continue
+                own = (int(rank.get("rank", 0)), volume["messages"], volume["bytes"])
                 expected = None if predicted is None else predicted.get(group, {}).get(collective, {})
-                fullest[group, collective] = CollectiveTraffic(
-                    group,
-                    collective,
-                    int(rank.get("rank", 0)),
-                    volume["messages"],
-                    volume["bytes"],
-                    None if expected is None else expected.get("messages", 0),
-                    None if expected is None else expected.get("bytes", 0),
-                )
+                of_plan = [None if expected is None else expected.get(name, 0) for name in ("messages", "bytes")]
+                fullest[group, collective] = CollectiveTraffic(group, collective, *own, *of_plan)
     return tuple(fullest.values())
 
 

@@ -54,14 +54,8 @@ def incidents(files: RunFiles) -> tuple[Incident, ...]:
             undone = sum(u.steps for u in attempt.undone)
             again = f"; {undone} steps were trained again" if undone else ""
             how = "ranks started again" if attempt.restarts else "resumed"
-            every.append(
-                Incident(
-                    "resumed",
-                    attempt.resumed_from or 0,
-                    f"{how} after step {attempt.resumed_from or 0}{again}",
-                    attempt.began_at,
-                )
-            )
+            step = attempt.resumed_from or 0
+            every.append(Incident("resumed", step, f"{how} after step {step}{again}", attempt.began_at))
     in_events = {_whole(event.get("step")) for event in files.events if event.get("kind") == "nonfinite"}
     for record in files.records:
         if record.skipped and record.step not in in_events:

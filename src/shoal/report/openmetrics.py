@@ -17,6 +17,7 @@ def openmetrics(account: Account) -> str:
     wall: _Rows = [({"part": part.name}, part.seconds) for part in account.wall.parts]
     kinds = sorted(Counter(incident.kind for incident in account.incidents).items())
     blocks = float(account.blocks.from_step) if account.blocks is not None else None
+    median: _Rows = [({}, account.step_times.median)]
     planned = float(account.num_steps) if account.num_steps is not None else None
     families: list[tuple[str, str, str, str, _Rows]] = [
         ("gauge", "running", "", "Whether a process trains it.", [({}, float(account.status == "running"))]),
@@ -29,13 +30,7 @@ def openmetrics(account: Account) -> str:
         ("gauge", "samples_rate", "", "Samples a second in steps.", [({}, rates.step_samples)]),
         ("gauge", "tokens_rate", "", "Tokens a second in steps.", [({}, rates.step_tokens)]),
         ("gauge", "peak_ratio", "ratio", "Share of the devices' peak.", [({}, rates.peak_share)]),
-        (
-            "gauge",
-            "step_time_seconds",
-            "seconds",
-            "Median of a step; of blocks of steps an estimate.",
-            [({}, account.step_times.median)],
-        ),
+        ("gauge", "step_time_seconds", "seconds", "Median of a step; of blocks of steps an estimate.", median),
         ("gauge", "blocks_from_step", "", "First step that is recorded in a block of steps.", [({}, blocks)]),
         ("gauge", "memory_peak_bytes", "bytes", "Of the fullest rank.", [({}, account.peak_bytes.measured)]),
         ("gauge", "cost_dollars", "", "US dollars so far.", [({}, account.cost.dollars if account.cost else None)]),

@@ -74,14 +74,10 @@ def run_page(account: Account, records: Sequence[StepRecord]) -> ReportPage:
     """Return the page on a run."""
     charts = training_charts(account, records)
     marks = sorted({mark.kind for chart in charts[:1] for mark in chart.marks})
-    how = (
-        [f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."] if marks else []
-    )
-    parts: list[Part | None] = [
-        Part("training", "Loss and metrics", how, charts)
-        if charts
-        else Part("training", "Training", ["No step was recorded."])
-    ]
+    how = f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."
+    parts: list[Part | None] = [Part("training", "Loss and metrics", [how] if marks else [], charts)]
+    if not charts:
+        parts = [Part("training", "Training", ["No step was recorded."])]
     if account.incidents:
         rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in account.incidents]
         table = Table(["step", "kind", "what", "when"], rows)
@@ -170,14 +166,8 @@ def _step(account: Account, records: Sequence[StepRecord]) -> Part | None:
     checkpoint = account.step_times.spans.get("checkpoint", 0.0)
     pairs = [(part.predicted, part.measured) for part in parts]
     rows = [
-        [
-            part.name,
-            _ms(part.predicted),
-            _ms(part.measured),
-            change(part.predicted, part.measured),
-            _SPANS_MEAN.get(part.name, ""),
-        ]
-        for part in parts
+        [p.name, _ms(p.predicted), _ms(p.measured), change(p.predicted, p.measured), _SPANS_MEAN.get(p.name, "")]
+        for p in parts
     ]
     head = ["part", "predicted", "measured", "difference", "what it is"]
     if any(part.predicted is not None for part in parts):
@@ -270,17 +260,10 @@ def _volumes(account: Account) -> Part | None:
     pairs = [(float(m.predicted) if m.predicted is not None else None, float(m.measured or 0)) for m in account.memory]
     head = ["memory", "predicted", "measured", "difference", "on"]
     bars = BarTable(head, rows, beside(pairs, falls=False), "Memory by category") if rows else None
-    sent = [
-        [
-            f"{t.collective} over {t.group}",
-            short(t.predicted_messages),
-            short(t.messages),
-            size(t.predicted_bytes),
-            size(t.bytes),
-            f"rank {t.rank}",
-        ]
-        for t in account.traffic
-    ]
+    sent = []
+    for t in account.traffic:
+        volumes = short(t.predicted_messages), short(t.messages), size(t.predicted_bytes), size(t.bytes)
+        sent.append([f"{t.collective} over {t.group}", *volumes, f"rank {t.rank}"])
     names = ["collective", "messages predicted", "measured", "bytes predicted", "measured", "on"]
     tables = [("Traffic by collective", Table(names, sent))] if sent else []
     return Part("volumes", "Memory and traffic", words, bars=bars, tables=tables)

@@ -65,20 +65,11 @@ def _table(runs: Sequence[RunCurves]) -> Part:
     for run in runs:
         account = run.account
         last = account.evaluations[-1].metrics if account.evaluations else {}
-        rows.append(
-            [
-                run.name,
-                layout_of(account, brief=True),
-                f"{account.steps:,}",
-                short(account.loss),
-                ", ".join(f"{name} {short(value)}" for name, value in last.items()) or "-",
-                seconds(account.wall.seconds),
-                seconds(account.step_times.median),
-                rate(account.rates.step_samples) if account.rates.step_samples else "-",
-                share(account.rates.peak_share),
-                dollars(account.cost.dollars) if account.cost else "-",
-            ]
-        )
+        row = [run.name, layout_of(account, brief=True), f"{account.steps:,}", short(account.loss)]
+        row.append(", ".join(f"{name} {short(value)}" for name, value in last.items()) or "-")
+        row += [seconds(account.wall.seconds), seconds(account.step_times.median)]
+        row.append(rate(account.rates.step_samples) if account.rates.step_samples else "-")
+        rows.append([*row, share(account.rates.peak_share), dollars(account.cost.dollars) if account.cost else "-"])
     return Part("runs", "Side by side", tables=[("", Table(head, rows))])
 
 

@@ -76,10 +76,6 @@ class WallClock:
         """Return the seconds of parts."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
-    def share(self, *names: str) -> float:
-        """Return the share of parts."""
-        return sum(part.share for part in self.parts if part.name in names)
-
 
 def wall_clock(files: RunFiles) -> WallClock:
     """Return the wall clock of a run; without recorded attempts, as far as the result has it."""

@@ -52,19 +52,11 @@ class RankTrace:
         """Return the events of this rank's process, in microseconds on rank 0's clock."""
         rows = _ThreadRows(self.rank)
         shift = (self.lag + self.clock) * 1e6
-        rank_events: list[dict[str, Any]] = [
-            {
-                "ph": "X",
-                "cat": "shoal",
-                "name": event.name,
-                "pid": rows.pid,
-                "tid": rows.first + event.row,
-                "ts": _rounded((event.began + self.clock) * 1e6),
-                "dur": _rounded((event.ended - event.began) * 1e6),
-                "args": dict(event.about),
-            }
-            for event in self.own
-        ]
+        rank_events: list[dict[str, Any]] = []
+        for own in self.own:
+            when = {"ts": round((own.began + self.clock) * 1e6, 3), "dur": round((own.ended - own.began) * 1e6, 3)}
+            where = {"name": own.name, "pid": rows.pid, "tid": rows.first + own.row}
+            rank_events.append({"ph": "X", "cat": "shoal", **where, **when, "args": dict(own.about)})
         names: dict[tuple[Any, Any], str] = {}
         for event in self.profiled:
             if event.get("ph") == "M" and event.get("name") == "thread_name":
@@ -108,18 +100,14 @@ class _ThreadRows:
 
 
 def _moved(event: Mapping[str, Any], pid: int, tid: int, shift: float) -> dict[str, Any]:
-    moved = {**event, "pid": pid, "tid": tid, "ts": _rounded(event["ts"] + shift)}
+    moved = {**event, "pid": pid, "tid": tid, "ts": round(event["ts"] + shift, 3)}
     if "dur" in event:
-        moved["dur"] = _rounded(event["dur"])
+        moved["dur"] = round(event["dur"], 3)
     if event["ph"] in ("s", "f"):  # Perfetto needs arrow ids that are unique in the file
         moved["id"] = (pid << _ARROW_BITS) + int(event.get("id", 0))
     args = {key: value for key, value in event.get("args", {}).items() if key not in _LEFT_OUT}
     moved.pop("args", None)
     return {**moved, "args": args} if args else moved
-
-
-def _rounded(microseconds: float) -> float:
-    return round(microseconds, 3)
 
 
 def merged(ranks: Iterable[RankTrace], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +116,7 @@ def merged(ranks: Iterable[RankTrace], about: Mapping[str, Any]) -> dict[str, An
     began = min((event["ts"] for event in events if event.get("cat") == "shoal"), default=0.0)
     for event in events:
         if "ts" in event:
-            event["ts"] = _rounded(event["ts"] - began)
+            event["ts"] = round(event["ts"] - began, 3)
     return {"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": events}
 
 

@@ -201,13 +201,8 @@ def check_removable(path: Path) -> None:
 def _only_certificate(path: Path) -> bool:
     """Return True if a folder has a certificate of `shoal verify` and nothing that is not shoal's."""
     verdict = (read_json(path / _CERTIFICATE) or {}).get("verdict")
-    return verdict is not None and {one.name for one in path.iterdir()} <= {
-        _CERTIFICATE,
-        "source",
-        "generations",
-        "logs",
-        "errors",
-    }
+    own = {_CERTIFICATE, "source", "generations", "logs", "errors"}
+    return verdict is not None and {one.name for one in path.iterdir()} <= own
 
 
 def remove(path: Path) -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bounded_files import append_text, objects_of, opened, read_object
-from shoal.errors import ExitCode, FencedError, IntegrityError, InUseError, RunDirectoryError, ShoalError
+from shoal.errors import ExitCode, FencedError, InUseError, RunDirectoryError, ShoalError
 from shoal.jobs.secret_settings import command_without_secrets
 
 NAME = "lock.json"
@@ -476,7 +476,10 @@ class Fence:
             place.mkdir(exist_ok=True)
             if after is not None:
                 after.check()
-            fence = cls(folder, max(newest(folder), _newest_attempt(folder)) + 1)
+            # The working copy of an address has no files of generations, and records of a lower one would not count.
+            attempts = objects_of(RunDirectory(folder).attempts)
+            known = [one["generation"] for one in attempts if isinstance(one.get("generation"), int)]
+            fence = cls(folder, max([newest(folder), *known]) + 1)
             said = {"generation": fence.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
             said |= {"gpus": gpus} if resizable else {}
             said |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
@@ -584,18 +587,6 @@ def newest(folder: Path) -> int:
     return 0
 
 
-def _newest_attempt(folder: Path) -> int:
-    """Return the newest generation in `attempts.jsonl`, or 0 if there is none.
-
-    The working copy of an address has no files of generations. Records of a lower generation would not count.
-    """
-    generations = []
-    for line in objects_of(RunDirectory(folder).attempts):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            generations.append(int(line["generation"]))
-    return max(generations, default=0)
-
-
 def about(folder: Path, generation: int) -> dict[str, Any]:
     """Return the facts in a generation's file: world_size, reason, resizable, gpus, host, pid, began_at; or {}."""
     return read_json(folder / FOLDER / f"{generation:06d}") or {}
@@ -651,32 +642,14 @@ class RunDirectory:
         """
         result = read_json(self.result)
         failed = result.get("status") == "failed" and result.get("steps") == 0 if result else not self.attempts.exists()
-        own = {
-            "job.json",
-            "plan.toml",
-            "trial.json",
-            "result.json",
-            "attempts.jsonl",
-            "records.jsonl",
-            "source",
-            "generations",
-            "model",
-        }
+        own = {path.name for path in (self.job, self.plan, self.trial, self.result, self.attempts, self.records)}
+        own |= {"source", FOLDER, self.model.name}
         there = {path.name: path for path in self.path.iterdir() if path.name != "lock.json"}
         empty = [path for path in there.values() if path.is_dir() and not any(path.iterdir())]
         has_steps = self.records.exists() and self.records.stat().st_size > 0
         if failed and not has_steps and not there.keys() - own - {path.name for path in empty}:
             for path in there.values():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-    def check_job(self) -> None:
-        """Check that job.json is readable. Raises: IntegrityError if not."""
-        if read_json(self.job) is None:
-            raise IntegrityError(
-                given=f"--resume of {self.shown}",
-                conflict=f"{self.job.name} is damaged, so that nothing tells whether this is the job that was trained",
-                remedy="restore it from a copy, or add --accept-changes to go on with the job as it is now",
-            )
 
     def request_resize(self, devices: int) -> None:
         """Ask the run to continue with another number of processes, replacing a pending request. Raises: OSError."""

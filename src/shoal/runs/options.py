@@ -173,7 +173,7 @@ class Option:
         saved: name in job.json. A resumed run uses the value there if the call does not set the option.
         unserved: why a run with parameter servers refuses the option, if it does.
         otherwise: the value if neither the call nor a resumed run sets the option.
-        compared: function of the value whose results must be equal on all ranks.
+        compared: function of the value whose results must be equal on all ranks. None: ranks may have their own.
     """
 
     flags: tuple[str, ...]
@@ -187,7 +187,7 @@ class Option:
     saved: str | None = None
     unserved: str = ""
     otherwise: Any = None
-    compared: Callable[[Any], Any] | None = None
+    compared: Callable[[Any], Any] | None = str
 
     @property
     def flag(self) -> str:
@@ -292,15 +292,11 @@ class Course:
     """Options on how long a run trains, and what it reads, writes and checks on the way."""
 
     steps: int | None = option(
-        "end after step N of the same schedule (default: the job's length)",
-        "N",
-        least=1,
-        saved="stop_after",
-        compared=str,
+        "end after step N of the same schedule (default: the job's length)", "N", least=1, saved="stop_after"
     )
-    resume: bool = switch("continue from the newest good checkpoint in the run directory", compared=str)
-    resume_if_exists: bool = switch("resume if the run directory has a run, else start one")
-    accept_changes: bool = switch("continue with --resume although the job was changed")
+    resume: bool = switch("continue from the newest good checkpoint in the run directory")
+    resume_if_exists: bool = switch("resume if the run directory has a run, else start one", compared=None)
+    accept_changes: bool = switch("continue with --resume although the job was changed", compared=None)
     checkpoint_every: int | None = option(
         "write a checkpoint every N steps (default: as often as costs 1 %% of the time)", "N", least=1, compared=str
     )
@@ -314,35 +310,35 @@ class Course:
         or_all=True,
         saved="keep_checkpoints",
         otherwise=3,
-        compared=str,
     )
     require_certificate: str | None = option(
         "train only what this certificate of shoal verify covers", "FILE", compared=bool
     )
-    no_source: bool = switch("do not record the git commit, uncommitted changes, packages and command line")
-    private: bool = switch("let only you read the run directory (mode 0700)")
+    no_source: bool = switch(
+        "do not record the git commit, uncommitted changes, packages and command line", compared=None
+    )
+    private: bool = switch("let only you read the run directory (mode 0700)", compared=None)
     records: Literal["blocks", "all"] | None = option(
         "write a record of each step (all), or beyond step 10,000 of blocks of steps (default: blocks)",
         "blocks|all",
         parse=_blocks_or_all,
         saved="records",
         otherwise="blocks",
-        compared=str,
     )
-    no_telemetry: bool = switch("write no spans and no step records", compared=str)
+    no_telemetry: bool = switch("write no spans and no step records")
     track: tuple[TrackerName, ...] = option(
         "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be repeated",
         "T[:WHERE]",
         default=(),
         action="append",
         parse=_tracker,
+        compared=None,
     )
     trace: TraceSteps | None = option(
         "write torch's profile of these steps on all ranks, for Perfetto, such as 10-12",
         "STEPS",
         parse=_steps,
         unserved="a step has no beginning of its own",
-        compared=str,
     )
     bad_samples: int | None = option(
         "skip up to N samples that cannot be read, and name them (default: 0, or as the resumed run)",
@@ -351,25 +347,22 @@ class Course:
         saved="bad_samples",
         unserved="there is no step before which all learn of a bad sample",
         otherwise=0,
-        compared=str,
     )
     check_replicas: int | None = option(
         "compare the model's replicas every N steps, and roll back after a flipped bit (default: never)",
         "N",
         least=1,
         saved="check_replicas",
-        compared=str,
     )
     max_restarts: int = option(
         "start lost ranks up to N times in a row without a new step; 0 ends the run at a lost rank (default: 5)",
         "N",
         default=5,
         least=0,
+        compared=None,
     )
     init_from: str | None = option(
-        "begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder",
-        "PATH",
-        compared=str,
+        "begin with weights of a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face folder", "PATH"
     )
     init_allow: str | None = option(
         "let tensors of --init-from be missing, unexpected or mismatched (default: none)", "KINDS", compared=str
@@ -385,7 +378,6 @@ class Course:
         parse=_step_mode,
         saved="step",
         otherwise="auto",
-        compared=str,
     )
 
     shares: str | None = option(
@@ -394,7 +386,6 @@ class Course:
         parse=_shares,
         saved="shares",
         unserved="a worker that is done takes the next grains already",
-        compared=str,
     )
 
     def compared(self) -> dict[str, Any]:

@@ -44,14 +44,8 @@ def block_of(step: int, whole_steps: int = WHOLE_STEPS) -> range:
 def has_own_record(record: StepRecord) -> bool:
     """Return True for a step with an incident, an evaluation or a checkpoint."""
     falls_back = any(about and about.get("fell_back") for about in (record.push, record.compression))
-    return bool(
-        record.skipped
-        or record.nonfinite
-        or record.metrics
-        or record.after
-        or record.spans.get("checkpoint", 0.0) > 0.0
-        or falls_back
-    )
+    has_checkpoint = record.spans.get("checkpoint", 0.0) > 0.0
+    return bool(record.skipped or record.nonfinite or record.metrics or record.after or has_checkpoint or falls_back)
 
 
 def merged(records: Sequence[StepRecord]) -> StepRecord:

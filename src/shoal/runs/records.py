@@ -245,11 +245,11 @@ class RunRecord:
     samples: int
     world_size: int
     train_loss: float | None  # of the last step
-    metrics: dict[str, float | None]  # of the last evaluation; None for a metric without value
-    eval_samples: int
-    weights_sha256: str | None  # over the state dict: names sorted, raw little-endian bytes
+    metrics: dict[str, float | None] = field(default_factory=dict)  # of the last evaluation; None: one without value
+    eval_samples: int = 0
+    weights_sha256: str | None = None  # over the state dict: names sorted, raw little-endian bytes
     sample_digest: str | None
-    step_seconds: dict[str, float]  # median, p10 and p90 of this call's steps
+    step_seconds: dict[str, float] = field(default_factory=dict)  # median, p10 and p90 of this call's steps
     wall_seconds: float  # of this call, including the launch
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, if watched
     first_step_seconds: float | None = None  # from the command's start to the end of its first step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from shoal.errors import InUseError, LaunchError, PlanError, RunDirectoryError, say_note
+from shoal.errors import IntegrityError, InUseError, LaunchError, PlanError, RunDirectoryError, say_note
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
@@ -127,8 +127,12 @@ class RunRequest:
         """
         directory = RunDirectory(self.where.out, self.where.address)
         directory.check(self.course.resume)
-        if self.course.resume and not self.course.accept_changes:
-            directory.check_job()
+        if self.course.resume and not self.course.accept_changes and read_json(directory.job) is None:
+            raise IntegrityError(
+                given=f"--resume of {directory.shown}",
+                conflict=f"{directory.job.name} is damaged: nothing tells whether this is the job that was trained",
+                remedy="restore it from a copy, or add --accept-changes to go on with the job as it is now",
+            )
         if self.course.require_certificate:
             Certificate.read(Path(self.course.require_certificate))
 
@@ -249,7 +253,15 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
             try:
                 check()
                 if request.course.private:
-                    _close_to_others(out)
+                    try:
+                        out.chmod(0o700)
+                    except OSError as error:
+                        why = f"its mode cannot be changed: {error.strerror or error}"
+                        raise RunDirectoryError(
+                            given=f"--private --out {out}",
+                            conflict=f"others may read this directory, and {why}",
+                            remedy="give a new directory, or leave --private out",
+                        ) from None
                 if request.course.resume and (read_json(RunDirectory(out).result) or {}).get("status") == RUNNING:
                     say_note(f"{out}: the last process of this run was killed: it left no result")
             except BaseException:
@@ -261,18 +273,6 @@ def claim_directory(request: RunRequest) -> DirectoryLock:
                 raise
         in_use.add(out)
         out = default_directory(numbered, False, in_use)
-
-
-def _close_to_others(folder: Path) -> None:
-    """Let only this user read a directory. Raises: RunDirectoryError if it belongs to another user."""
-    try:
-        folder.chmod(0o700)
-    except OSError as error:
-        raise RunDirectoryError(
-            given=f"--private --out {folder}",
-            conflict=f"others may read this directory, and its mode cannot be changed: {error.strerror or error}",
-            remedy="give a new directory, or leave --private out",
-        ) from None
 
 
 def with_processes(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan:

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -176,20 +176,11 @@ class RunReader:
                 about = {name: getattr(last, name) for name in known}
                 restarts = last.restarts + 1 if is_restart else 0
                 attempts += (Attempt(min(since, now), now, resumed_from=last.step, restarts=restarts, **about),)
-        return RunFiles(
-            path=files.path,
-            read_at=now,
-            job=sound_job(documents["job"]),
-            plan=sound_plan(bounded_files.cleaned(documents["plan"])),
-            result=sound_result(documents["result"]),
-            records=tuple(records),
-            attempts=attempts,
-            events=tuple(self._events),
-            saved_step=saved if isinstance(saved, int) else None,
-            is_held=trains_now,
-            address=self._address,
-            damaged=damaged,
-        )
+        job, plan = sound_job(documents["job"]), sound_plan(bounded_files.cleaned(documents["plan"]))
+        run = RunFiles(files.path, now, job, plan, sound_result(documents["result"]), tuple(records), attempts)
+        saved = saved if isinstance(saved, int) else None
+        run = replace(run, events=tuple(self._events), saved_step=saved, is_held=trains_now)
+        return replace(run, address=self._address, damaged=damaged)
 
     def _grow(self, lines: LineFile, into: list[T], read: Callable[[str], T]) -> None:
         new_values = lines.more(read)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
@@ -57,13 +57,8 @@ class _RankMemory:
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    ranks: list[_RankTraffic]
-
-
-@dataclass(frozen=True)
-class _Memory:
-    ranks: list[_RankMemory]
+class _OfRanks(Generic[T]):
+    ranks: list[T]
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,8 @@ _RESULT: dict[str, Any] = {
     "metrics": dict[str, float | None],
     "versions": dict[str, str],
     "prediction": _Prediction | None,
-    "traffic": _Traffic | None,
-    "memory": _Memory | None,
+    "traffic": _OfRanks[_RankTraffic] | None,
+    "memory": _OfRanks[_RankMemory] | None,
     "server": _Server | None,
 }
 _PREDICTION: dict[str, Any] = {

@@ -24,6 +24,7 @@ from shoal.runs.directory import read_json, write_file
 FOLDER, COMMIT, PATCH, PACKAGES, COMMAND = "source", "commit.json", "uncommitted.patch", "packages.txt", "command.json"
 _MOST_PATCH_BYTES = 1_000_000
 _GIT_SECONDS = 10.0
+_PLAIN = ("--submodule=short", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
 _SECRET_FILES = (".env*", "*.pem", "*key*", "*secret*")
 # Private keys, and access tokens of well-known services, in the text of a changed file.
 _SECRET_TEXT = re.compile(
@@ -85,15 +86,7 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
         texts, left_out = _chosen(changed)
         patch = ""
         if texts:
-            options = (
-                "--submodule=short",
-                "--no-renames",
-                "--no-ext-diff",
-                "--no-textconv",
-                "--no-color",
-                "--full-index",
-            )
-            whole = git("--literal-pathspecs", "-C", root, "diff", "HEAD", *options, "--", *texts)
+            whole = git("--literal-pathspecs", "-C", root, "diff", "HEAD", *_PLAIN, "--", *texts)
             try:
                 patch = _joined(whole, texts, left_out)
             except ValueError:  # git writes it in another form

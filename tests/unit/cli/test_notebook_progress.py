@@ -16,7 +16,8 @@ class Handle:
     def __init__(self) -> None:
         self.shown: list[Any] = []
 
-    def update(self, what: Any) -> None:
+    def update(self, what: Any, *, raw: bool) -> None:
+        assert raw, "it is text by type, not an object"
         self.shown.append(what)
 
 
@@ -32,9 +33,9 @@ def test_steps_change_the_element_and_notes_are_lines(size: int) -> None:
         display.write(TEXT[begin : begin + size])
     display.flush()
     assert stream.getvalue() == "shoal 0.1: job\na note\ncompleted\n"
-    assert [repr(one) for one in handle.shown] == ["step 1/4", "loss < 1"]
-    assert 'value="4" max="4"' in handle.shown[-1]._repr_html_()
-    assert "loss &lt; 1" in handle.shown[-1]._repr_html_()
+    assert [one["text/plain"] for one in handle.shown] == ["step 1/4", "loss < 1"]
+    assert 'value="4" max="4"' in handle.shown[-1]["text/html"]
+    assert "loss &lt; 1" in handle.shown[-1]["text/html"]
 
 
 def test_a_line_that_has_begun_is_shown_at_once() -> None:
@@ -63,11 +64,11 @@ def test_outside_of_a_kernel_there_are_lines(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_kernel_that_shows_nothing_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, shell = io.StringIO(), SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    shown = SimpleNamespace(display=lambda what, display_id: None)
+    shown = SimpleNamespace(display=lambda what, **_: None)
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     assert progress_stream(stream) == (stream, False)
     handle = Handle()
-    shown.display = lambda what, display_id: handle
+    shown.display = lambda what, **_: handle
     found, takes_steps = progress_stream(stream)
     assert takes_steps
     assert isinstance(found, ProgressDisplay)

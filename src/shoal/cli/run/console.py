@@ -186,13 +186,9 @@ def introduce(
     reporter.note(f"  grains      {job.num_grains} ({each}; {why_grains})")
     computes = f"a rank computes up to {share} grains, {per} at a time ({microbatches})"
     reporter.note(f"  batch       {job.global_batch} samples a step; {computes}")
-    mode = (
-        "exact: grain by grain, one thread, fixed tree"
-        if plan.execution.exact
-        else "fast: fused grains, added up on the servers"
-        if plan.serves
-        else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
-    )
+    sums = f"overlapped sums, {plan.collectives.all_reduce} all-reduce"
+    mode = f"fast: fused grains, {'added up on the servers' if plan.serves else sums}"
+    mode = "exact: grain by grain, one thread, fixed tree" if plan.execution.exact else mode
     compression, compressed = engine.strategy.compression, ""
     if compression is not None and compression.fell_back is not None:
         fell_back = f"fell back to uncompressed sums at step {compression.fell_back['step']}"

@@ -10,7 +10,6 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,6 @@ from shoal.jobs.same_job import differing_fields
 from shoal.jobs.secret_settings import is_hidden, without_secrets
 from shoal.jobs.settings import is_below, setting_of, source_of
 from shoal.numerics.generators import generators_kept
-from shoal.parallel.model.adapters.transformers import save_config
-from shoal.plans.plan import Plan, plan_text
-from shoal.runs.certificate import Certificate
-from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.options import Course, declared
 from shoal.runs.request import RunRequest
 from shoal.training.setup.engine import Engine
@@ -77,40 +72,11 @@ def describe(
     }
 
 
-def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
-    """Return the SHA-256 of the required certificate. Raises: CertificateError if it does not cover this run."""
-    if request.course.require_certificate is None:
-        return None
-    certificate = Certificate.read(Path(request.course.require_certificate))
-    certificate.check(loaded.describe(), plan.to_mapping(), versions())
-    return certificate.sha256
-
-
-def write_description(directory: RunDirectory, engine: Engine, description: dict[str, Any], fence: Fence) -> None:
-    """Write the files for the generation that is about to train. Raises: OSError; FencedError; StorageError."""
-    directory.path.mkdir(parents=True, exist_ok=True)
-    fence.write(directory.plan, plan_text(engine.plan))
-    save_config(engine.model, directory.model, engine.sharded_model.shapes())
-    fence.write(directory.job, json.dumps(description, indent=2) + "\n")
-    engine.keeper.send()
-
-
 # Entries that a resume may change, such as the length and the policy for bad steps.
 _MAY_CHANGE = (
-    "file",
-    "file_sha256",
-    "module",
-    "by_value",
-    "why_grains",
-    "given",
-    "config",
+    *("file", "file_sha256", "module", "by_value", "why_grains", "given", "config", "length", "lengths"),
+    *("on_nonfinite", "versions", "certificate", "watch"),
     *(one.saved for one in declared(Course) if one.saved),
-    "length",
-    "lengths",
-    "on_nonfinite",
-    "versions",
-    "certificate",
-    "watch",
 )
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
 _MOST_COMPARED = 1000  # number of steps of a schedule, or entries of a list, to compare

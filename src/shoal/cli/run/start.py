@@ -38,6 +38,7 @@ from shoal.plans import Plan
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
 from shoal.plans.rules import shown
+from shoal.report.quantities import several
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.attempts import Events
 from shoal.runs.directory import DirectoryLock, RunDirectory, default_directory, guarded_files, read_json, withdraw
@@ -248,8 +249,7 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
         return replace(request, course=replace(request.course, resume=True), lost_at=ended_at)
     step = int((read_json(directory.saved) or {}).get("step", 0))
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
-    now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
-    say_note(f"the run continues with {now}, from step {step}")
+    say_note(f"the run continues with {several(devices, 'process')} in place of {before}, from step {step}")
     return following
 
 
@@ -329,12 +329,9 @@ def note_processes(request: RunRequest, precision: str | None) -> None:
     """Print a note if this machine's planner expects more of several processes than of the one of this run."""
     pays = faster(request.what.job, precision)
     if pays is not None and pays[0] <= cores():
-        number, ratio = pays
-        each = cores() // number
-        say_note(
-            f"{number} processes of {each} thread{'s' if each > 1 else ''} are predicted to be {ratio - 1:.0%} faster "
-            f"than this run's one process: write --devices {number}"
-        )
+        number, each = pays[0], several(cores() // pays[0], "thread")
+        faster_by = f"{pays[1] - 1:.0%} faster than this run's one process"
+        say_note(f"{number} processes of {each} are predicted to be {faster_by}: write --devices {number}")
 
 
 def _run_here(request: RunRequest, *, has_verified: bool) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cli.options import RunOptions
-from shoal.errors import ExitCode, LaunchError, ShoalError
+from shoal.errors import ExitCode, LaunchError, ShoalError, say_note
 from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import cores
 from shoal.launch.environment import DIRECTORY_FILE, INSIDE, LAUNCHER_PID, REQUEST_FILE, Environment
@@ -74,10 +74,7 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
         try:
             cluster = find_cluster(str(name))
         except ShoalError:
-            print(
-                f"note: the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for",
-                file=sys.stderr,
-            )
+            say_note(f"the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for")
     if least is not None:
         fixed = replace(fixed, devices=f"{least}:{request.what.plan.num_processes}")
     return Submission(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import platform
@@ -24,15 +25,7 @@ from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.state import sha256_of
 from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
-from shoal.cli.run.description import (
-    Lengths,
-    accepted_changes,
-    certified,
-    describe,
-    fields_changed,
-    same_settings,
-    write_description,
-)
+from shoal.cli.run.description import Lengths, accepted_changes, describe, fields_changed, same_settings
 from shoal.cli.run.way_out import with_way_out
 from shoal.data.source import opened
 from shoal.distributed.failures import as_shoal_error, to_json
@@ -47,11 +40,14 @@ from shoal.launch.environment import DIRECTORY_FILE, REPORT_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
+from shoal.parallel.model.adapters.transformers import save_config
 from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.legal import idle
+from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, EffectiveTime, Events, StartUp, call_began_at, earlier_starts, mtbf_seconds
+from shoal.runs.certificate import Certificate
 from shoal.runs.directory import Fence, RunDirectory, guarded_files, read_json, withdraw
 from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS
@@ -292,7 +288,9 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     changes = decided_by_rank_0(
         mesh, list[str], lambda: accepted_changes(saved or {}, description, call.unlike, request.course.accept_changes)
     )
-    description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
+
+    certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
+    description["certificate"] = certificate
     of_call = engine.initial_weights
     began: dict[str, Any] | None = of_call.to_json() if of_call is not None else (saved or {}).get("initial_weights")
     description["initial_weights"] = began
@@ -322,7 +320,11 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             if mesh.rank == 0:
                 if not request.course.no_source:
                     write_source(directory.path, request.what.job.path.parent)
-                write_description(directory, engine, description, request.where.fence)
+                directory.path.mkdir(parents=True, exist_ok=True)
+                request.where.fence.write(directory.plan, plan_text(engine.plan))
+                save_config(engine.model, directory.model, engine.sharded_model.shapes())
+                request.where.fence.write(directory.job, json.dumps(description, indent=2) + "\n")
+                engine.keeper.send()
 
         together(mesh, write)
         if initial is not None:  # saved, so that a resume does not need the source
@@ -422,6 +424,15 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
+    """Return the SHA-256 of the required certificate. Raises: CertificateError if it does not cover this run."""
+    if request.course.require_certificate is None:
+        return None
+    certificate = Certificate.read(Path(request.course.require_certificate))
+    certificate.check(loaded.describe(), plan.to_mapping(), versions())
+    return certificate.sha256
 
 
 _RECENT = 1000  # number of steps to compare with the prediction
@@ -563,11 +574,7 @@ class Result:
                 samples=at.samples,
                 world_size=self.engine.plan.layout.world_size,
                 train_loss=at.loss,
-                metrics={},
-                eval_samples=0,
-                weights_sha256=None,
                 sample_digest=at.digest if self.last else None,
-                step_seconds={},
                 wall_seconds=self.request.clock.now() - self.request.started_at,
                 resumed_from=self.resumed_from,
                 restarts=self.restarts,

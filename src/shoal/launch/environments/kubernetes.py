@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import OWN_GPU, RESTARTS, Environment
@@ -42,20 +43,10 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     numbers = numbers_of(variables, (host_name, _PORT, RESTARTS))
     host = numbers[host_name]
     refuse_outside((host_name, host), (_HOSTS, hosts))
-    return Environment(
-        rank=host * ranks,
-        world_size=hosts * ranks,
-        local_rank=0,
-        local_world_size=ranks,
-        address=variables[_ADDRESS],
-        port=numbers.get(_PORT, _DEFAULT_PORT),
-        own_gpu=OWN_GPU in variables,
-        restarts=numbers.get(RESTARTS, 0),
-        host=host,
-        num_hosts=hosts,
-        engine="kubernetes",
-        num_to_start=0 if ranks == 1 else ranks,
-    )
+    port, own_gpu, restarts = numbers.get(_PORT, _DEFAULT_PORT), OWN_GPU in variables, numbers.get(RESTARTS, 0)
+    place = Environment(host * ranks, hosts * ranks, 0, ranks, variables[_ADDRESS], port, host=host, num_hosts=hosts)
+    to_start = 0 if ranks == 1 else ranks
+    return replace(place, own_gpu=own_gpu, restarts=restarts, engine="kubernetes", num_to_start=to_start)
 
 
 def _ranks(variables: Mapping[str, str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,20 +42,11 @@ def _read(variables: Mapping[str, str], *, pmi: bool) -> Environment | None:
             f"write mpirun {words}, with the host of rank 0; or let shoal run --on mpi start mpirun",
         )
     job = "" if pmi else variables.get("PMIX_NAMESPACE", variables.get("OMPI_MCA_ess_base_jobid", ""))
-    return Environment(
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        port=port_of(variables, _proxy() if pmi else sum(byte * 31**n for n, byte in enumerate(job.encode()))),
-        own_gpu=OWN_GPU in variables,
-        restarts=numbers.get(RESTARTS, 0),
-        host=rank // local_size,
-        num_hosts=-(-size // local_size),
-        engine="mpi",
-        job=job,
-    )
+    port = port_of(variables, _proxy() if pmi else sum(byte * 31**n for n, byte in enumerate(job.encode())))
+    place = Environment(rank, size, local_rank, local_size, variables.get("MASTER_ADDR", "127.0.0.1"), port)
+    own_gpu, restarts = OWN_GPU in variables, numbers.get(RESTARTS, 0)
+    host, num_hosts = rank // local_size, -(-size // local_size)
+    return replace(place, own_gpu=own_gpu, restarts=restarts, host=host, num_hosts=num_hosts, engine="mpi", job=job)
 
 
 def _proxy() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal.launch.environment import OWN_GPU, Environment
 from shoal.launch.environments.reader import EnvironmentReader, numbers_of, port_of, refuse_missing, refuse_outside
@@ -35,20 +36,11 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     refuse_outside(("SLURM_PROCID", rank), (_SIZE, numbers[_SIZE]))
     per_host = _repeated(variables[_PER_NODE])
     first = "127.0.0.1" if len(per_host) == 1 else _first_host(variables[_NODES])
-    return Environment(
-        rank=rank,
-        world_size=numbers[_SIZE],
-        local_rank=local,
-        local_world_size=per_host[host],
-        address=variables.get("MASTER_ADDR", first),
-        port=port_of(variables, job * 97 + step),
-        own_gpu=bool(_BINDING & variables.keys()) or OWN_GPU in variables,
-        restarts=numbers.get("SLURM_RESTART_COUNT", 0),
-        host=host,
-        num_hosts=len(per_host),
-        engine="slurm",
-        job=variables["SLURM_JOB_ID"],
-    )
+    address, port = variables.get("MASTER_ADDR", first), port_of(variables, job * 97 + step)
+    place = Environment(rank, numbers[_SIZE], local, per_host[host], address, port, host=host, num_hosts=len(per_host))
+    own_gpu = bool(_BINDING & variables.keys()) or OWN_GPU in variables
+    restarts = numbers.get("SLURM_RESTART_COUNT", 0)
+    return replace(place, own_gpu=own_gpu, restarts=restarts, engine="slurm", job=variables["SLURM_JOB_ID"])
 
 
 def _repeated(text: str) -> list[int]:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,22 +138,11 @@ def environments(
     engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
 ) -> list[Environment]:
     """Return the environment of each rank on its place, a node. `store`: address and port of rank 0's store."""
-    nodes = list(dict.fromkeys(places))
-    return [
-        Environment(
-            rank=rank,
-            world_size=len(places),
-            local_rank=places[:rank].count(place),
-            local_world_size=places.count(place),
-            address=store[0],
-            port=store[1],
-            own_gpu=own_gpu,
-            host=nodes.index(place),
-            num_hosts=len(nodes),
-            engine=engine,
-        )
-        for rank, place in enumerate(places)
-    ]
+    nodes, known = list(dict.fromkeys(places)), []
+    for rank, node in enumerate(places):
+        place = Environment(rank, len(places), places[:rank].count(node), places.count(node), *store, own_gpu=own_gpu)
+        known.append(replace(place, host=nodes.index(node), num_hosts=len(nodes), engine=engine))
+    return known
 
 
 @dataclass(frozen=True)

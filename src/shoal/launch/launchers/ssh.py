@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +102,12 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
         for name, said in sorted(listed.lost.items()):
             say_note(f"{name} is skipped: {of_all} ({said})")
     address = address_of(next(iter(hosts)), listed.options)
-    return [
-        (
-            host,
-            Environment(
-                rank=sum(counts[:number]),
-                world_size=sum(counts),
-                local_world_size=counts[number],
-                address=address,
-                restarts=attempt.number,
-                host=number,
-                num_hosts=len(hosts),
-                engine="hosts",
-                job=submission.name,
-            ),
-        )
-        for number, host in enumerate(hosts)
-    ]
+    places = []
+    for number, host in enumerate(hosts):
+        place = Environment(sum(counts[:number]), sum(counts), 0, counts[number], address, restarts=attempt.number)
+        place = replace(place, host=number, num_hosts=len(hosts), engine="hosts", job=submission.name)
+        places.append((host, place))
+    return places
 
 
 def _message(submission: Submission, place: Environment) -> dict[str, Any]:
