@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.doctor.run_times import RunTimes
 from shoal.errors import HardwareError
 from shoal.hardware.detect import here
 from shoal.report.account import section
+from shoal.report.quantities import several
 
 # Smallest share of time that is reported: less is not worth a change, and accounts are not that exact.
 WORTH = 0.03
@@ -27,6 +28,7 @@ _HANDED_OVER = 5e-3  # to pass a microbatch from a data worker, measured on two 
 _OFTEN, _SLOWER = 0.8, 0.05
 _BUCKET_BYTES = 1 << 20
 _FEW_MESSAGES = 4
+_BY_CALLBACK = ", where the job's callback asks for it"
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,6 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
-def _devices_of(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
-
-
 def _evaluation(times: RunTimes) -> Losses:
     cost = times.evaluation
     if not cost.per_step or cost.every is None:
@@ -133,12 +131,11 @@ def _evaluation(times: RunTimes) -> Losses:
     seen = f"an evaluation of {ms(cost.each)} after every {every} steps"
     if times.best.per_step:
         seen += f", and training waits {ms(times.best.each)} for a checkpoint where the watched metric is better"
-    words = f"evaluation every {rarer} steps instead of {every}"
+    remedy = Remedy("evaluate-rarely", f"evaluation every {rarer} steps instead of {every}", gain)
     if times.asks_evaluations:
-        words += ", where the job's callback asks for it"
-        remedy = Remedy("evaluate-rarely", words, gain)
+        remedy = replace(remedy, words=remedy.words + _BY_CALLBACK)
     else:
-        remedy = Remedy("evaluate-rarely", words, gain, arguments=("--evaluate-every", str(rarer)), period=rarer)
+        remedy = replace(remedy, arguments=("--evaluate-every", str(rarer)), period=rarer)
     yield _lost(times, "evaluation", "evaluation", lost, seen, remedy)
 
 
@@ -151,17 +148,16 @@ def _checkpoints(times: RunTimes) -> Losses:
         lost = cost.per_step + beside
         gain = (lost - _CHECKPOINT_SHARE * times.step) / times.total
         rarer = max(every + 1, round(every * lost / (_CHECKPOINT_SHARE * times.step)))
-        after = "step" if every == 1 else f"{every} steps"
-        seen = f"training waits {ms(cost.each)} for a checkpoint after every {after}"
+        seen = (
+            f"training waits {ms(cost.each)} for a checkpoint after every {'step' if every == 1 else f'{every} steps'}"
+        )
         if beside:
             seen += f", and a thread writes it beside the next ones: {ms(times.writing or 0.0)} of a core"
         words = f"a checkpoint every {rarer} steps instead of {every}"
-        if is_requested:
-            remedy = Remedy("checkpoint-rarely", f"{words}, where the job's callback asks for it", gain)
-        else:
+        remedy = Remedy("checkpoint-rarely", words + _BY_CALLBACK, gain)
+        if not is_requested:
             words += ", or without --checkpoint-every, as costs 1 %"
-            arguments = ("--checkpoint-every", str(rarer))
-            remedy = Remedy("checkpoint-rarely", words, gain, arguments=arguments, period=rarer)
+            remedy = replace(remedy, words=words, arguments=("--checkpoint-every", str(rarer)), period=rarer)
         yield _lost(times, "checkpoints", "checkpoints", lost, seen, remedy)
 
 
@@ -190,7 +186,7 @@ def _data(times: RunTimes) -> Losses:
     wanted = next((n for n in range(workers + 1, most) if read / n <= rest), most)
     then = max(rest + _HANDED_OVER * times.microbatches, read / wanted)
     seen = f"a step waits {ms(wait)} for its samples, with {workers or 'no'} data workers a rank"
-    words = f"{wanted} data worker{'s' if wanted > 1 else ''} a rank"
+    words = f"{several(wanted, 'data worker')} a rank"
     if not computes and _spare_cores(times) < wanted * times.world_size:
         words += ", where reading waits; where it computes, each takes a core that the ranks have now"
     gain = (times.step - then) / times.total
@@ -218,9 +214,7 @@ def _threads(times: RunTimes) -> Losses:
     # Steps in which the threads happen not to collide are as quick as all steps could be.
     lost = max(busy * (1 - carried / running), times.step - sum(times.undisturbed.values()))
     seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
-    words = (
-        f"{fair} thread{'s' if fair > 1 else ''} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
-    )
+    words = f"{several(fair, 'thread')} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
     remedy = Remedy("threads", words, lost / times.total, variables={"OMP_NUM_THREADS": str(fair)})
     yield _lost(times, "threads", "more threads than cores", lost, seen, remedy)
 
@@ -239,16 +233,10 @@ def _slow_rank(times: RunTimes) -> Losses:
     without_it = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
     remedies = []
     if without_it is not None and without_it < times.step:
-        words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
-        remedies.append(
-            Remedy(
-                "without-slow-rank",
-                words,
-                (times.step - without_it) / times.total,
-                devices=times.world_size - 1,
-                cost=1 - 1 / times.world_size,
-            )
-        )
+        fewer = times.world_size - 1
+        words = f"{several(fewer, 'device')}, without that of rank {busy.rank_of_most}"
+        gain = (times.step - without_it) / times.total
+        remedies.append(Remedy("without-slow-rank", words, gain, devices=fewer, cost=fewer / times.world_size))
     words = f"rank {busy.rank_of_most} as quick as the others: look at what else runs on its host and cores"
     remedies.append(Remedy("mend-slow-rank", words, wait / times.total))
     yield _lost(times, "slow rank", f"waiting for rank {busy.rank_of_most}", wait, seen, *remedies)
@@ -262,12 +250,10 @@ def _crowded(times: RunTimes) -> bool:
 
 
 def _shares(times: RunTimes) -> Losses:
+    lost, fullest = times.computing * (1 - 1 / times.share_of_grains), f"{times.share_of_grains:.2g} times the mean"
     if times.share_of_grains <= 1.0:
         return
-    lost = times.computing * (1 - 1 / times.share_of_grains)
-    seen = (
-        f"{times.grains} grains do not divide evenly: the fullest rank has {times.share_of_grains:.2g} times the mean"
-    )
+    seen = f"{times.grains} grains do not divide evenly: the fullest rank has {fullest}"
     words = "a number of devices that divides the grains, or another Job(grains=...), which changes the run"
     remedy = Remedy("even-shares", words, lost / times.total)
     yield _lost(times, "shares", "uneven shares", lost, seen, remedy)
@@ -289,9 +275,8 @@ def _bubbles(times: RunTimes) -> Losses:
         then = _bubble(stages, per_rank, times.microbatches * 2)
         gain = times.computing * (1 - (1 - bubble) / (1 - then)) / times.total
         words = f"{times.microbatches * 2} microbatches instead of {times.microbatches}"
-        remedies.append(
-            Remedy("microbatches", words, gain, {"batch": {"grains_per_microbatch": -(-per_microbatch // 2)}})
-        )
+        smaller = {"batch": {"grains_per_microbatch": -(-per_microbatch // 2)}}
+        remedies.append(Remedy("microbatches", words, gain, smaller))
     yield _lost(times, "bubbles", "pipeline bubbles", lost, seen, *remedies)
 
 
@@ -321,10 +306,8 @@ def _messages(times: RunTimes) -> Losses:
     seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {ms(sums)} exposed"
     remedies = [Remedy("larger-buckets", f"buckets for {needed} messages a step", lost / times.total)]
     if times.device == "cpu" and times.section("collectives").get("all_reduce") != "shared_memory":
-        words = "sums in shared memory, where the ranks are of one host"
-        remedies.insert(
-            0, Remedy("shared-memory", words, lost / times.total, {"collectives": {"all_reduce": "shared_memory"}})
-        )
+        words, shared = "sums in shared memory, where the ranks are of one host", {"all_reduce": "shared_memory"}
+        remedies.insert(0, Remedy("shared-memory", words, lost / times.total, {"collectives": shared}))
     yield _lost(times, "messages", "many small sums", lost, seen, *remedies)
 
 
@@ -347,11 +330,7 @@ def _devices(times: RunTimes) -> Losses:
     """Find more ranks than the batch has work for: each adds more in sums and waits than it saves."""
     if times.world_size < 2 or int(times.section("layout").get("pipeline") or 1) > 1:
         return
-    if (
-        times.threads is not None
-        and times.cores is not None
-        and times.threads > max(1, times.cores // times.world_size)
-    ):
+    if times.threads and times.cores is not None and times.threads > max(1, times.cores // times.world_size):
         return  # the threads need fixing first
     others = [n for n in range(1, times.world_size) if times.world_size % n == 0]
     seconds_by_number = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
@@ -365,7 +344,7 @@ def _devices(times: RunTimes) -> Losses:
     seen = f"{per_rank:.3g} samples a rank: {ms(times.computing)} of computing, {ms(_communication(times))} of sums"
     if _crowded(times):
         seen += f"; {times.world_size} processes on {times.cores} cores"
-    words = f"{_devices_of(best)} instead of {times.world_size}"
+    words = f"{several(best, 'device')} instead of {times.world_size}"
     if (planned := planned_ratio(times, best)) is not None:
         words += f" (its plan expected {planned:.2g} times the time of a step)"
     remedy = Remedy("fewer-devices", words, lost / times.total, devices=best, cost=best / times.world_size)
@@ -405,8 +384,7 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
         rest, data = computing - busy, 0.0
     scaled = _scaled(times, busy / crowd)
     computed = busy / crowd * (1 - scaled + scaled * more)
-    exposed = times.ranks.get("exposed_communication")
-    sums = exposed.least if exposed is not None else spans.get("exposed_communication", 0.0)
+    sums = _communication(times)
     left = (devices - 1) / (times.world_size - 1) if devices > 1 else _AGREEMENT
     return (computed + rest / crowd + data / crowd * more) * then + sums / crowd * left
 
@@ -427,11 +405,9 @@ def _crowd(times: RunTimes, devices: int) -> float:
 
 def _scaled(times: RunTimes, busy: float) -> float:
     """Return the fraction of a rank's computing that grows with its samples."""
-    predicted_flops = times.section("prediction").get("flops_per_sample")
-    per_sample = (
-        float(predicted_flops) if isinstance(predicted_flops, int | float) else _FLOPS_PER_PARAMETER * times.parameters
-    )
-    flops, peak = per_sample * times.samples, _peak(times)
+    per_sample = times.section("prediction").get("flops_per_sample")
+    per_sample = per_sample if isinstance(per_sample, int | float) else _FLOPS_PER_PARAMETER * times.parameters
+    flops, peak = float(per_sample) * times.samples, _peak(times)
     if not flops or not peak or busy <= 0.0:
         return 0.5
     return min(1.0, flops / times.world_size / (peak * _REACHED) / busy)
@@ -442,8 +418,7 @@ def _peak(times: RunTimes) -> float:
         device = here().device
     except (HardwareError, OSError):
         return 0.0
-    kinds = {"cpu": "cpu", "gpu": "gpu"}
-    if device.kind != kinds[times.device]:
+    if device.kind != times.device:
         return 0.0
     dtype = str(times.section("precision").get("compute") or "float32")
     return device.flops.get(dtype, device.flops.get("float32", 0.0)) * max(1, times.threads or 1)

@@ -19,7 +19,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +39,8 @@ _WRITTEN_BYTES = 32 << 20
 _PATIENCE_SECONDS = 10.0
 # The fields that nvidia-smi reports for each GPU, in this order.
 GPU_FIELDS = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "clocks.sm",
-    "clocks.max.sm",
-    "pcie.link.width.current",
-    "pcie.link.width.max",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
+    *("name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm"),
+    *("pcie.link.width.current", "pcie.link.width.max", "temperature.gpu", "ecc.errors.uncorrected.volatile.total"),
 )
 _UNSYNCHRONIZED, _TIME_ERROR = 0x40, 5
 
@@ -156,8 +148,8 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         variables=dict(os.environ),
         versions=versions,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        loopback_error=_loopback_error(),
-        name_error=_name_error(),
+        loopback_error=_error_of(_send_to_itself),
+        name_error=_error_of(lambda: socket.getaddrinfo(socket.gethostname(), None)),
         shared_memory_error=why_not_shared(),
         governor=file_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         clock=_clock(root),
@@ -170,8 +162,8 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
 
 
 def _number(path: Path) -> int | None:
-    text = file_text(path)
-    return int(text) if text is not None and text.isdecimal() else None
+    text = file_text(path) or ""
+    return int(text) if text.isdecimal() else None
 
 
 def _limit(which: int) -> int | None:
@@ -182,35 +174,30 @@ def _limit(which: int) -> int | None:
 def _torch_cuda() -> str | None:
     """Read the CUDA version of torch from its version file, since an import of torch takes seconds."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    match = re.search(
-        r"^cuda[^=\n]*=\s*'([\d.]+)'", file_text(Path(spec.origin).with_name("version.py")) or "", re.MULTILINE
-    )
+    text = file_text(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else None
+    match = re.search(r"^cuda[^=\n]*=\s*'([\d.]+)'", text or "", re.MULTILINE)
     return match[1] if match else None
 
 
-def _loopback_error() -> str | None:
-    """Return why processes of this host cannot communicate over 127.0.0.1; None if they can."""
+def _error_of(attempt: Callable[[], object]) -> str | None:
+    """Return why the system refuses what a function attempts; None if it does not."""
     try:
-        with contextlib.ExitStack() as opened:
-            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-            client = opened.enter_context(socket.create_connection(server.getsockname(), timeout=_PATIENCE_SECONDS))
-            accepted = opened.enter_context(server.accept()[0])
-            client.sendall(b"shoal")
-            accepted.settimeout(_PATIENCE_SECONDS)
-            return None if accepted.recv(5, socket.MSG_WAITALL) == b"shoal" else "other bytes came than were sent"
-    except OSError as error:
-        return str(error)
-
-
-def _name_error() -> str | None:
-    """Return why this host's name does not resolve to an address; None if it does."""
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
+        attempt()
     except OSError as error:
         return str(error)
     return None
+
+
+def _send_to_itself() -> None:
+    """Send a few bytes over 127.0.0.1, as ranks of a host do. Raises: OSError."""
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = opened.enter_context(socket.create_connection(server.getsockname(), timeout=_PATIENCE_SECONDS))
+        accepted = opened.enter_context(server.accept()[0])
+        client.sendall(b"shoal")
+        accepted.settimeout(_PATIENCE_SECONDS)
+        if accepted.recv(5, socket.MSG_WAITALL) != b"shoal":
+            raise OSError("other bytes came than were sent")
 
 
 def _clock(root: Path) -> ClockFacts:
@@ -263,12 +250,7 @@ def parsed_gpu_rows(text: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
-        )
-        return done.stdout
+        words, limit = ["nvidia-smi", *arguments], _PATIENCE_SECONDS
+        return subprocess.run(words, capture_output=True, text=True, timeout=limit, check=True).stdout
     return None

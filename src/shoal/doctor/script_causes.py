@@ -48,39 +48,33 @@ def _at(times: ScriptTimes, part: str, rank: int | None = None) -> str:
 
 
 def _lost(
-    times: ScriptTimes, cause: str, title: str, seconds: float, *, seen: str, words: str, saved: float
+    times: ScriptTimes, cause: str, title: str, seconds: float, *, seen: str, words: str, saved: float = 1.0
 ) -> LostTime:
-    total = times.run.total
-    return LostTime(cause, title, seconds, seconds / total, seen, (Remedy(cause, words, saved / total),))
+    """Return a cause whose remedy has its name. `saved`: the share of the seconds that the remedy saves."""
+    share = seconds / times.run.total
+    return LostTime(cause, title, seconds, share, seen, (Remedy(cause, words, saved * share),))
 
 
 def _in_words(loss: LostTime, times: ScriptTimes) -> LostTime:
     """Return a cause of any training loop with the remedies that a script has."""
     remedies, seen = [], loss.seen
+    part, more = _excess(times)
+    same = {  # of the remedies of any loop
+        "larger-buckets": "DistributedDataParallel(bucket_cap_mb=25), its default, or more",
+        "bfloat16": "model.register_comm_hook(None, bf16_compress_hook): sums in bfloat16, which rounds gradients",
+    }
+    if part not in ("host", "kernels"):
+        same["mend-slow-rank"] = f"rank {times.slowest} as quick as the others: {PARTS[part]} on all ranks, or on none"
     for remedy in loss.remedies:
-        words = remedy.words
         if remedy.name == "without-slow-rank":  # its estimate wants a plan
             continue
+        words = same.get(remedy.name, remedy.words).partition(", or without")[0].partition(", or unset")[0]
         if remedy.name == "workers":
-            wanted = remedy.sections["data"]["workers"]
-            words = f"DataLoader(num_workers={wanted}, persistent_workers=True{', pin_memory=True' * times.on_gpu})"
-            if (has := words.partition(", where")[2]) != "":
-                words += f", where{has}"
-        elif remedy.name == "checkpoint-rarely":
-            words = words.partition(", or without")[0]
-        elif remedy.name == "threads":
-            words = words.partition(", or unset")[0]
-        elif remedy.name == "larger-buckets":
-            words = "DistributedDataParallel(bucket_cap_mb=25), its default, or more"
-        elif remedy.name == "bfloat16":
-            words = (
-                "model.register_comm_hook(None, bf16_compress_hook): gradients summed in bfloat16, which rounds them"
-            )
-        elif remedy.name == "mend-slow-rank" and _excess(times)[0] not in ("host", "kernels"):
-            words = f"rank {times.slowest} as quick as the others: {PARTS[_excess(times)[0]]} on all ranks, or on none"
+            wanted, (_, where, has) = remedy.sections["data"]["workers"], words.partition(", where")
+            pinned = ", pin_memory=True" * times.on_gpu
+            words = f"DataLoader(num_workers={wanted}, persistent_workers=True{pinned}){where}{has}"
         remedies.append(replace(remedy, words=words, sections={}, arguments=(), variables={}, devices=None))
     if loss.cause == "slow rank":
-        part, more = _excess(times)
         seen += f"; {ms(more)} more in {PARTS[part]}{_at(times, {'host': 'loop', 'kernels': 'model'}.get(part, part))}"
     else:
         seen += _at(times, {"checkpoints": "checkpoint"}.get(loss.cause, loss.cause))
@@ -101,13 +95,10 @@ def _loader_starts(times: ScriptTimes) -> Losses:
         return
     starts, seconds = times.per_step("loader_starts"), times.per_step("data_first")
     if starts:
-        seen = (
-            f"data workers start after every {1 / starts:.3g} steps, and the first batch takes {ms(seconds / starts)}"
-        )
+        first = ms(seconds / starts)
+        seen = f"data workers start after every {1 / starts:.3g} steps, and the first batch takes {first}"
         words = "DataLoader(persistent_workers=True), which starts its processes once"
-        yield _lost(
-            times, "persistent-workers", "starts of data workers", seconds, seen=seen, words=words, saved=seconds
-        )
+        yield _lost(times, "persistent-workers", "starts of data workers", seconds, seen=seen, words=words)
 
 
 def _accumulation(times: ScriptTimes) -> Losses:
@@ -122,7 +113,7 @@ def _accumulation(times: ScriptTimes) -> Losses:
         words = (
             "model.set_requires_gradient_sync(False) but for the last microbatch, which keeps whole gradients in memory"
         )
-    yield _lost(times, "no-sync", "needless sums of gradients", seconds, seen=seen, words=words, saved=seconds)
+    yield _lost(times, "no-sync", "needless sums of gradients", seconds, seen=seen, words=words)
 
 
 def _small_batch(times: ScriptTimes) -> Losses:
@@ -131,7 +122,7 @@ def _small_batch(times: ScriptTimes) -> Losses:
     samples = times.run.samples / len(times.records)
     seen = f"one sum of all gradients for {f'{samples:.3g} samples' if samples else 'the samples'} of a rank"
     words = "twice the batch of a process, or accumulation: half as many sums for the same samples"
-    yield _lost(times, "larger-batch", "sums for few samples", seconds, seen=seen, words=words, saved=seconds / 2)
+    yield _lost(times, "larger-batch", "sums for few samples", seconds, seen=seen, words=words, saved=0.5)
 
 
 def _unused(times: ScriptTimes) -> Losses:
@@ -142,9 +133,7 @@ def _unused(times: ScriptTimes) -> Losses:
         seconds = times.of_profile("search_seconds") + sums / (times.of_profile("sums") + 1)
         seen = "each forward searches for parameters without gradients, and there are none"
         words = "find_unused_parameters=False, or static_graph=True"
-        yield _lost(
-            times, "unused-parameters", "search for unused parameters", seconds, seen=seen, words=words, saved=seconds
-        )
+        yield _lost(times, "unused-parameters", "search for unused parameters", seconds, seen=seen, words=words)
 
 
 def _exchanges(times: ScriptTimes) -> Losses:
@@ -168,7 +157,7 @@ def _exchanges(times: ScriptTimes) -> Losses:
         else:
             words, saved = "this exchange left out, or made with async_op=True", 1.0
         title = f"exchanges by {library.partition('.')[0] or 'the script'}"
-        yield _lost(times, "exchange", title, least, seen=seen, words=words, saved=saved * least)
+        yield _lost(times, "exchange", title, least, seen=seen, words=words, saved=saved)
 
 
 def _reads(times: ScriptTimes, script: str) -> Losses:
@@ -215,16 +204,14 @@ def _optimizer(times: ScriptTimes) -> Losses:
         seconds = min(whole, times.span("optimizer"))
         seen = f"{one['parameters']} parameters, copies of which take {ms(plain)} as they are and {ms(fused)} fused"
         words = f"{one['class']}(..., fused=True)"
-        yield _lost(
-            times, "fused-optimizer", "optimizer", seconds, seen=seen, words=words, saved=seconds * (1 - fused / plain)
-        )
+        yield _lost(times, "fused-optimizer", "optimizer", seconds, seen=seen, words=words, saved=1 - fused / plain)
 
 
 def _zero(times: ScriptTimes) -> Losses:
     if times.per_step("zeros"):
         seconds = times.span("zero")
         seen, words = "zero_grad(set_to_none=False) writes zeros, to which the backward adds", "zero_grad() drops them"
-        yield _lost(times, "set-to-none", "gradients set to zero", seconds, seen=seen, words=words, saved=seconds)
+        yield _lost(times, "set-to-none", "gradients set to zero", seconds, seen=seen, words=words)
 
 
 def _loop(times: ScriptTimes) -> Losses:
@@ -232,33 +219,25 @@ def _loop(times: ScriptTimes) -> Losses:
     rank = times.loop_host.index(min(times.loop_host))
     seconds = times.loop_host[rank] - (0.0 if times.on_gpu else read_seconds(times))
     seen = f"Python outside of the model's forward{_at(times, 'loop', rank)}"
-    yield _lost(
-        times, "own-code", "Python of the loop", seconds, seen=seen, words="without it, or more rarely", saved=seconds
-    )
+    yield _lost(times, "own-code", "Python of the loop", seconds, seen=seen, words="without it, or more rarely")
 
 
 def _small_operators(times: ScriptTimes) -> Losses:
-    host = mean(own["host"] for own in times.parts) - mean(times.loop_host)
-    count, seconds = times.of_profile("operators"), host
-    if times.on_gpu:
-        seconds = host - read_seconds(times)
     if times.of_profile("compiled"):
         return
-    seen = f"{count:,.0f} operators a step, and {ms(seconds)} between them on the host"
+    seconds = mean(own["host"] for own in times.parts) - mean(times.loop_host)
+    seconds -= read_seconds(times) if times.on_gpu else 0.0
+    seen = f"{times.of_profile('operators'):,.0f} operators a step, and {ms(seconds)} between them on the host"
     words = "torch.compile(model), which fuses them" + ', mode="reduce-overhead"' * times.on_gpu
-    yield _lost(
-        times, "compile", "many small operators", seconds, seen=seen, words=words, saved=seconds * _COMPILED_AWAY
-    )
+    yield _lost(times, "compile", "many small operators", seconds, seen=seen, words=words, saved=_COMPILED_AWAY)
 
 
 def _ragged(times: ScriptTimes) -> Losses:
-    often = times.run.ranks["busy_seconds"].how_often
-    if len(times.records) < 2 or often >= _OFTEN or times.sizes < _RAGGED:
-        return
-    if times.imbalance >= _SLOWER * times.run.step:
+    of_one_rank = len(times.records) < 2 or times.run.ranks["busy_seconds"].how_often >= _OFTEN
+    if not of_one_rank and times.sizes >= _RAGGED and times.imbalance >= _SLOWER * times.run.step:
         seen = f"ranks wait for another one in each step; the sizes of batches vary by {times.sizes:.0%}"
         words = "batches of like length on all ranks: samples sorted by length, or packed"
-        yield _lost(times, "ragged", "uneven batches", times.imbalance, seen=seen, words=words, saved=times.imbalance)
+        yield _lost(times, "ragged", "uneven batches", times.imbalance, seen=seen, words=words)
 
 
 def _copies(times: ScriptTimes) -> Losses:
@@ -266,7 +245,7 @@ def _copies(times: ScriptTimes) -> Losses:
     if seconds:
         words = "DataLoader(pin_memory=True), and .to(device, non_blocking=True)"
         seen = "batches are copied to the GPU from memory that is not pinned"
-        yield _lost(times, "pinned", "copies to the GPU", seconds, seen=seen, words=words, saved=seconds)
+        yield _lost(times, "pinned", "copies to the GPU", seconds, seen=seen, words=words)
 
 
 def _products(times: ScriptTimes) -> Losses:
@@ -276,7 +255,7 @@ def _products(times: ScriptTimes) -> Losses:
     seconds = mean(profile.device.get("float32_products", 0.0) for profile in times.profiles)
     seen = "products of float32 matrices do not use the tensor cores"
     words = 'torch.set_float32_matmul_precision("high"), which rounds inputs to TF32, or autocast in bfloat16'
-    yield _lost(times, "tf32", "float32 products", seconds, seen=seen, words=words, saved=seconds * _TF32_SAVES)
+    yield _lost(times, "tf32", "float32 products", seconds, seen=seen, words=words, saved=_TF32_SAVES)
 
 
 def notes(times: ScriptTimes, *, cpu: bool, steps: int) -> Sequence[str]:

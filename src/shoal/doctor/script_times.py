@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from operator import itemgetter
+from statistics import mean, pstdev
 from typing import Any
 
 from shoal.doctor.read_backs import divided
@@ -52,9 +53,8 @@ def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
 def without(union: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
     """Return what of disjoint, ordered stretches is in none of the other ones."""
     rest: list[Stretch] = []
-    ends = [ended for _, ended in other]
     for began, ended in union:
-        for place in range(bisect_left(ends, began), len(other)):
+        for place in range(_index(other, began), len(other)):
             if other[place][0] >= ended:
                 break
             if other[place][0] > began:
@@ -104,7 +104,7 @@ def profiled_steps(document: Mapping[str, Any]) -> ProfiledSteps:
     windows = joined(marks.get("step", ()))[1:]
     if not windows:
         return ProfiledSteps()
-    threads = {e["tid"] for e in events if e["name"] == "shoal:step" or e["name"].startswith("autograd::engine::")}
+    threads = {e["tid"] for e in events if e["name"].startswith(("shoal:step", "autograd::engine::"))}
     on_host = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
     operators = joined(_stretch(e) for e in on_host if _works(e["name"]))
     apart = joined(s for name in ("data", "evaluation", "checkpoint", "exchange") for s in marks.get(name, ()))
@@ -141,17 +141,20 @@ def _after_sums(gaps: Sequence[Stretch], sums: Sequence[Stretch], passes: Sequen
     A backward of replicas waits for their sums in one place, after its last operator.
     """
     begins, ends = [began for began, _ in sums], [ended for _, ended in sums]
-    last = [ended for _, ended in passes]
 
     def waits(gap: Stretch) -> bool:
-        place = bisect_left(ends, gap[0])
-        own = bisect_left(last, gap[1])
+        place, own = bisect_left(ends, gap[0]), _index(passes, gap[1])
         if own < len(passes) and passes[own][0] <= gap[0]:
             first = bisect_left(begins, passes[own][0])
             return first < len(begins) and begins[first] < gap[0]
         return place < len(ends) and ends[place] - gap[0] < 1.0
 
     return [gap for gap in gaps if waits(gap)]
+
+
+def _index(union: Sequence[Stretch], moment: float) -> int:
+    """Return the index of the first of disjoint, ordered stretches that ends no earlier than a moment."""
+    return bisect_left(union, moment, key=itemgetter(1))
 
 
 def _stretch(event: Mapping[str, Any]) -> Stretch:
@@ -173,15 +176,14 @@ def _counts(
     """Return what happens in a step: operators, sums, backwards that sum gradients, searches, reads of numbers."""
 
     def inside(event: Mapping[str, Any], union: Sequence[Stretch]) -> bool:
-        place = bisect_left([ended for _, ended in union], event["ts"])
+        place = _index(union, event["ts"])
         return place < len(union) and union[place][0] <= event["ts"]
 
     steps = len(windows)
     passes = joined(backwards)
     sums = [e for e in events if e["name"] in _REDUCES and inside(e, passes) and inside(e, windows)]
-    summing = {bisect_left([ended for _, ended in passes], e["ts"]) for e in sums}
-    own = sorted((e for e in on_host if inside(e, rest)), key=lambda e: float(e["ts"]))
-    reading, other = divided(own)
+    summing = {_index(passes, e["ts"]) for e in sums}
+    reading, other = divided(sorted((e for e in on_host if inside(e, rest)), key=lambda e: float(e["ts"])))
     searches = [e for e in events if e["name"] == _SEARCH and inside(e, windows)]
     return {
         "operators": sum(_works(e["name"]) and inside(e, windows) for e in on_host) / steps,
@@ -331,9 +333,8 @@ def script_times(records: Sequence[Mapping[str, Any]], documents: Sequence[Mappi
             "collectives": {"all_reduce": "shared_memory"},  # which no script has
         },
     )
-    elements = [s["counts"].get("elements", 0) for record in records for s in record["steps"]]
-    usual = mean(elements) if elements else 0.0
-    deviation = mean((one - usual) ** 2 for one in elements) ** 0.5 / usual if usual else 0.0
+    elements = [s["counts"].get("elements", 0) for record in records for s in record["steps"]] or [0]
+    deviation = pstdev(elements) / mean(elements) if any(elements) else 0.0
     places = [_lines(record, own) for record, own in zip(records, parts, strict=True)]
     imbalance = mean(max(one) - mean(one) for one in by_step) if by_step else 0.0
     return ScriptTimes(

@@ -98,7 +98,7 @@ def _calls(evidence: Evidence, number: int, steps: list[dict[str, Any]]) -> Iter
         number == 0
         and len(first) == len(evidence.groups) > 1
         and all(call["draws"] == first[0]["draws"] for call in first)
-        and all(same_state(state, states[0]) for state in states)
+        and all(all(map(same_state, state, states[0])) for state in states)
     ):
         said = "all ranks draw the same random numbers in it: equal dropout masks or noise for other samples"
         yield Finding(number, "forward", classes[first[0]["module"]], said, None, *_NOISE, fails=False)

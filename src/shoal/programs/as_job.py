@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,8 +59,8 @@ class StepObserver(observer.ScriptRecorder):
         self._then = then
         self._restore: list[Callable[[], None]] = []
 
-    def _store(self, into: dict[str, Tensor], part: parts.ParameterPart) -> str:
-        return ""
+    def _store(self, into: dict[str, Tensor], own: Sequence[parts.ParameterPart]) -> dict[str, str]:
+        return {}
 
     def _gradient(self, key: str, parameter: Tensor, gradient: Tensor) -> None:
         pass
@@ -75,7 +75,7 @@ class StepObserver(observer.ScriptRecorder):
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inside = free.mode in _get_current_dispatch_mode_stack()
-            if inside or observer.is_passed_by(module) or next(module.parameters(), None) is None:
+            if inside or observer.is_passed_by(type(module)) or next(module.parameters(), None) is None:
                 return forward(module, *args, **kwargs)
             key = id(module), module.training, *(t.shape for t in tensors_in((args, kwargs)))
             if torch.is_grad_enabled() or key not in evaluated:

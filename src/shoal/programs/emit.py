@@ -479,26 +479,26 @@ _BY_FSDP = ("gradients", "parameters")
 FRAMEWORKS = {
     "accelerate": Framework(
         "Accelerate 1.15", ("shard", "tensor", "context"), _accelerate, _BY_FSDP, {}, _FULL, _HALVES,
-        _fsdp_limit, _accelerate_notes,
+        _fsdp_limit, _accelerate_notes
     ),
     "deepspeed": Framework(
         "DeepSpeed 0.19", ("shard", "tensor"), _deepspeed, tuple(_ZERO), {}, _FULL, _HALVES,
-        _deepspeed_limit, _deepspeed_notes, "",
+        _deepspeed_limit, _deepspeed_notes, ""
     ),
     "torchtitan": Framework(
         "torchtitan 0.3", ("shard", "tensor", "pipeline", "context"), _torchtitan, _BY_FSDP, _TORCHTITAN_SCHEDULES,
-        _FULL, _HALVES[:2], _torchtitan_limit, _torchtitan_notes,
+        _FULL, _HALVES[:2], _torchtitan_limit, _torchtitan_notes
     ),
     "megatron": Framework(
         "megatron-core 0.16", ("shard", "tensor", "pipeline", "context"), _megatron, tuple(_ZERO),
         {"1f1b": "", "interleaved_1f1b": ""}, ("none", "selective", "full"), _HALVES,
-        _megatron_limit, _megatron_notes,
+        _megatron_limit, _megatron_notes
     ),
     "lightning": Framework(
         "Lightning 2.6", ("shard", "tensor"), _lightning, _BY_FSDP, {}, _FULL, _HALVES,
-        _lightning_limit, _lightning_notes,
+        _lightning_limit, _lightning_notes
     ),
     "fsdp2": Framework(
-        "torch's fully_shard", ("shard",), _fsdp2, _BY_FSDP, {}, _FULL, _HALVES, _fsdp2_limit, _fsdp2_notes,
-    ),
+        "torch's fully_shard", ("shard",), _fsdp2, _BY_FSDP, {}, _FULL, _HALVES, _fsdp2_limit, _fsdp2_notes
+    )
 }  # fmt: skip

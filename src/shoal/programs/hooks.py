@@ -262,7 +262,7 @@ def weigh(recorder: observer.ScriptRecorder, name: str, result: Any, target: Any
         "gradient": None,
     }
     if about["weighted"] and name in OF_CLASSES:
-        about["classes"] = observer.digest(options["weight"])
+        (about["classes"],) = observer.digests([options["weight"]])
     about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)
     recorder.step["losses"].append(about)
 

@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,15 +81,24 @@ def is_mapping(value: Any) -> bool:
     return isinstance(value, dict) or (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__"))
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's values on this rank: of the sums of their bits by 8 KiB, and of the rest."""
-    values = parts.local(tensor)
-    flat = (values.to_dense() if values.is_sparse else values).contiguous().view(-1).view(torch.uint8)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat
-    blocks, size = flat.new_empty(0), flat.numel() >> 13 << 13
-    if size:
-        blocks = flat[:size].view(torch.int64).view(-1, 1024).sum(1).view(torch.uint8)
-    return hashlib.blake2b(torch.cat([blocks, flat[size:]]).cpu().numpy().data, digest_size=16).hexdigest()
+def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Return a digest of each tensor's values on this rank: of the sums of their bits by 8 KiB, and of the rest.
+
+    All tensors together cost one concatenation, and on a GPU one copy to the host.
+    """
+    pieces, ends = [torch.empty(0, dtype=torch.uint8)], [0]
+    for values in map(parts.local, tensors):
+        flat = (values.to_dense() if values.is_sparse else values).reshape(-1).view(torch.uint8)
+        size, summed = flat.numel() >> 13 << 13, 0
+        if size:
+            flat = flat.clone() if flat.storage_offset() % 8 else flat
+            pieces.append(flat[:size].view(torch.int64).view(-1, 1024).sum(1).view(torch.uint8))
+            flat, summed = flat[size:], size >> 10
+        pieces.append(flat)
+        ends.append(ends[-1] + summed + flat.numel())
+    device = pieces[-1].device
+    data = torch.cat([piece.to(device) for piece in pieces]).cpu().numpy().data
+    return [hashlib.blake2b(data[begin:end], digest_size=16).hexdigest() for begin, end in itertools.pairwise(ends)]
 
 
 def row_digests(tensor: torch.Tensor) -> list[str]:
@@ -130,7 +140,7 @@ def random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         kind, words, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(words.astype("int64")), *rest)
+        states["numpy"] = (kind, tuple(words.tolist()), *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -141,19 +151,14 @@ def restore_random(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states and "numpy" in sys.modules:
-        kind, words, *rest = states["numpy"]
-        sys.modules["numpy"].random.set_state((kind, words.numpy().astype("uint32"), *rest))
+        sys.modules["numpy"].random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def same_state(one: Any, other: Any) -> bool:
     """Return True if two recorded states of one random generator are equal."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    return bool(one == other)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def drawn_since(before: dict[str, Any]) -> list[str]:
@@ -201,6 +206,11 @@ class ScriptParts:
         own = [self.parts[key] for key in self.owners.get(id(tensor), ())]
         return [part for part in own if part.owner is tensor]
 
+    def gradients(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the gradients that these parameters have."""
+        of_all = {key: self.parts[key].gradient() for key in keys}
+        return {key: gradient for key, gradient in of_all.items() if gradient is not None}
+
     def keys_of_gradients(self, tensors: list[torch.Tensor]) -> list[str]:
         """Return the parameters of which these are the gradients."""
         wanted = {id(tensor) for tensor in tensors}
@@ -234,16 +244,16 @@ class LeftGradients:
 
     def look(self, keys: Iterable[str]) -> None:
         """Note the gradients of these parameters as they are now."""
-        for key in () if self._deaf else keys:
-            gradient = self._known.parts[key].gradient()
-            now = "" if gradient is None else digest(gradient)
-            if gradient is not None and self._digests.get(key) != now:
+        gradients = self._known.gradients(() if self._deaf else keys)
+        for (key, gradient), now in zip(gradients.items(), digests(gradients.values()), strict=True):
+            if self._digests.get(key) != now:
                 self._digests[key], self.values[key] = now, parts.host_copy(gradient)
 
     def unchanged(self, keys: Iterable[str]) -> list[str]:
         """Return those parameters whose gradients are still as they were left."""
-        gradients = {key: self._known.parts[key].gradient() for key in keys if key in self._digests}
-        return [key for key, g in gradients.items() if g is not None and digest(g) == self._digests[key]]
+        gradients = self._known.gradients(key for key in keys if key in self._digests)
+        now = zip(gradients, digests(gradients.values()), strict=True)
+        return [key for key, own in now if own == self._digests[key]]
 
 
 def new_step() -> dict[str, Any]:
@@ -301,18 +311,19 @@ class ScriptRecorder:
         if what not in self.unseen:
             self.unseen.append(what)
 
-    def _store(self, into: dict[str, torch.Tensor], part: parts.ParameterPart) -> str:
-        """Store a part's weights if they are not the newest stored ones; return their digest."""
-        weights = part.weights()
-        if part.place is not None:
-            self.step["places"][part.key] = part.place
-        now = digest(weights)
-        self._begin.setdefault(part.key, now)
-        if self._stored.get(part.key) != now:
-            self._stored[part.key] = now
-            if parts.own_rank() == 0 or part.place is not None:
-                into[part.key] = parts.host_copy(weights)
-        return now
+    def _store(self, into: dict[str, torch.Tensor], own: Sequence[parts.ParameterPart]) -> dict[str, str]:
+        """Store the weights of parts that are not the newest stored ones; return the digest of each."""
+        weights = [part.weights() for part in own]
+        now = digests(weights)
+        for part, values, digest in zip(own, weights, now, strict=True):
+            if part.place is not None:
+                self.step["places"][part.key] = part.place
+            self._begin.setdefault(part.key, digest)
+            if self._stored.get(part.key) != digest:
+                self._stored[part.key] = digest
+                if self.rank == 0 or part.place is not None:
+                    into[part.key] = parts.host_copy(values)
+        return dict(zip((part.key for part in own), now, strict=True))
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -320,7 +331,7 @@ class ScriptRecorder:
         """Note the begin of a module's forward, before any of its own hooks. A backward may compute it again."""
         if self.deaf or self._in_backward:
             return
-        if is_passed_by(module):
+        if is_passed_by(type(module)):
             if type(module).__name__ == "FullyShardedDataParallel":
                 if not self.known.wrappers:
                     kind: Any = type(module)
@@ -340,15 +351,16 @@ class ScriptRecorder:
             note_engine(self, module)
         number = self.known.number(module)
         first = not self.step["calls"]
-        weights: dict[str, str] = {}
+        self.rank = parts.own_rank()
+        own = self.known.of_module(number)
+        weights = self._store(self.step["weights"], own)
         dtypes: dict[str, str] = {}
-        for part in self.known.of_module(number):
+        for part in own:
             if part.owner.requires_grad and self._hooked.get(part.key) is not part.owner:
                 self._hooked[part.key] = part.owner
                 if part.place is None:
                     hook: Any = functools.partial(self._gradient, part.key, part.owner)
                     self._handles[part.key] = part.owner.register_hook(hook)
-            weights[part.key] = self._store(self.step["weights"], part)
             if part.dtype != part.weights().dtype:
                 dtypes[part.key] = str(part.dtype)
         buffers = {f"{number}:{parts.plain_name(n)}": b for n, b in module.named_buffers()}
@@ -376,7 +388,7 @@ class ScriptRecorder:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self.deaf or self._in_backward or is_passed_by(module):
+        if self.deaf or self._in_backward or is_passed_by(type(module)):
             return
         depth = self.thread.now = getattr(self.thread, "now", 1) - 1
         call = getattr(self.thread, "call", None)
@@ -476,23 +488,25 @@ class ScriptRecorder:
             step["gradients"], step["local"], step["passes"], step["groups"] = {}, {}, {}, []
             step["strange"] = 0  # parameters of the optimizer that no observed module has
         step["raw"] = bool(step["scales"]) and not step["unscaled"] and not self.in_scaler
-        for group in optimizer.param_groups:
+        of_groups = [[self.known.of(p) for p in group["params"]] for group in optimizer.param_groups]
+        every = [part for group in of_groups for own in group for part in own]
+        self._store(step["weights"], every)
+        unchanged = set(self.left.unchanged(part.key for part in every))
+        for group, of_group in zip(optimizer.param_groups, of_groups, strict=True):
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}
             values |= {n: v.item() for n, v in group.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             names = []
             if self.turn[1] > 1 and not group["params"]:  # ZeRO-3 gives one group at a time
                 continue
-            for parameter in group["params"]:
-                own = self.known.of(parameter)
+            for own in of_group:
                 step["strange"] += not own
                 for part in own:
                     names.append(part.key)
-                    self._store(step["weights"], part)
                     gradient = part.gradient()
                     if gradient is None:
                         continue
                     left = self.left.values.get(part.key)
-                    is_changed = left is None or not self.left.unchanged([part.key])
+                    is_changed = left is None or part.key not in unchanged
                     step["gradients"][part.key] = parts.host_copy(gradient) if is_changed else left
                     if is_changed and left is not None:
                         step["left"][part.key] = left
@@ -520,14 +534,14 @@ class ScriptRecorder:
             began = time.perf_counter()
             if drawn_since(self._random):
                 self.step["random"] = self._random
-            after, digests = self.step.setdefault("after", {}), self.step.setdefault("after_digests", {})
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    digests.update((part.key, self._store(after, part)) for part in self.known.of(parameter))
+            every = [part for group in optimizer.param_groups for p in group["params"] for part in self.known.of(p)]
+            after = self._store(self.step.setdefault("after", {}), every)
+            self.step["after_digests"] = self.step.get("after_digests", {}) | after
             if self.turn[0] + 1 < self.turn[1]:  # other groups follow
                 return
             self.steps.append(self.step)
-            self.room -= sum(tensor.nbytes for tensor in tensors_of(self.step))
+            calls = [{**call, "random": None, "rows": None} for call in self.step["calls"]]  # small, and slow to walk
+            self.room -= sum(tensor.nbytes for tensor in tensors_of({**self.step, "calls": calls, "random": None}))
             if self.room < 0.0:
                 self.deaf.add("full")
             self.step = {**new_step(), "began": self.num_backwards}
@@ -636,11 +650,10 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size() if parts.is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_passed_by(module: nn.Module) -> bool:
+@functools.cache
+def is_passed_by(kind: type[nn.Module]) -> bool:
     """Return True for wrappers, inside of which the outermost module is looked for, and for losses."""
-    if type(module).__module__ == "torch.nn.modules.loss":
-        return True
-    return any(kind.__name__ in WRAPPERS for kind in type(module).__mro__)
+    return kind.__module__ == "torch.nn.modules.loss" or any(one.__name__ in WRAPPERS for one in kind.__mro__)
 
 
 def is_trained(module: nn.Module, args: Any) -> bool:

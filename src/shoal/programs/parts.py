@@ -19,8 +19,10 @@ WRAPPED = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_c
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's values of a tensor, detached, which may be a view."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor.detach()
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,6 +31,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.to_dense() if copy.is_sparse else copy
 
 
+@functools.cache
 def plain_name(name: str) -> str:
     """Return a parameter's name without the prefixes of wrappers."""
     return ".".join(one for one in name.split(".") if one and one not in WRAPPED)
@@ -148,7 +151,9 @@ def flat_places(module: nn.Module) -> dict[int, FlatPlace]:
             own = of.lp_fragment_address.start, of.hp_fragment_address.start, of.hp_fragment_address.numel
         places[id(p)] = FlatPlace(tuple(p.shape), flat, *own)
     positions, parameters = getattr(zero, "grad_position", {}), cast(Iterable[Any], module.parameters())
-    for p in (p for p in parameters if getattr(p, "ds_id", None) in positions):  # ZeRO-3, whose parts have one size
+    for p in parameters if positions else ():  # ZeRO-3, whose parts have one size
+        if getattr(p, "ds_id", None) not in positions:
+            continue
         number, begin, size = positions[p.ds_id]
         start = min(p.ds_numel, torch.distributed.get_rank(p.ds_process_group) * size)
         flat = zero.fp32_partitioned_groups_flat[number]

@@ -110,14 +110,16 @@ def test_values_that_are_not_finite_do_not_hide_others():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
 def test_a_digest_is_of_values_alone_and_of_all_of_them(dtype):
     values = torch.arange(5000).to(dtype)
-    first = observer.digest(values)
     shifted = torch.cat([values[:1], values])[1:]  # elsewhere in memory, at an odd place
-    assert observer.digest(shifted) == observer.digest(shifted.view(50, 100)) == first
+    first, *same = observer.digests([values, shifted, shifted.view(50, 100), values.view(50, 100).T.contiguous().T])
+    assert same == [first] * 3
     for place in (0, 2500, 4999):
         other = values.clone()
         other[place] = values[place] == 0
-        assert observer.digest(other) != first
-    assert observer.digest(torch.zeros(5000, dtype=dtype)) != observer.digest(torch.zeros(4999, dtype=dtype))
+        assert observer.digests([other]) != [first]
+    zeros = [torch.zeros(size, dtype=dtype) for size in (5000, 4999, 0)]
+    assert len({*observer.digests(zeros)}) == 3
+    assert observer.digests([]) == []
 
 
 def test_gradients_that_are_changed_after_the_backward_are_recorded_as_it_left_them(tmp_path):

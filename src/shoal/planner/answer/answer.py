@@ -25,15 +25,7 @@ from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
 from shoal.planner.answer.display import Answer
-from shoal.planner.answer.outlook import (
-    Case,
-    Question,
-    curve,
-    failures,
-    finer,
-    goodput,
-    sensitivity,
-)
+from shoal.planner.answer.outlook import Case, Question, curve, failures, finer, goodput, sensitivity
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.workload import Workload, segments
 from shoal.planner.profile.profiles import Batches, profile_job

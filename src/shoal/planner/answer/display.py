@@ -14,13 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
-from shoal.planner.answer.outlook import (
-    STORAGE_BYTES_PER_SECOND,
-    SearchResult,
-    mode,
-    operators,
-    unaligned_products,
-)
+from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND, SearchResult, mode, operators, unaligned_products
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
@@ -209,7 +203,7 @@ def front(
         slower = other.seconds / step - 1.0
         following = fitting(
             layout_name(other.plan), f": {seconds(other.seconds)} a step, {slower:.0%} slower",
-            f", {gib(other.prediction.peak_bytes)}",
+            f", {gib(other.prediction.peak_bytes)}"
         )  # fmt: skip
     of_all = f" on {chosen.devices:,} of {several(cluster.num_devices, 'device')}"
     rows = [
@@ -220,7 +214,7 @@ def front(
         ["training", length(answer)],
         ["memory", fitting(
             f"{peak / GIB:.1f} of {gib(device.memory_bytes)} on the fullest device",
-            f"; a plan may use {cluster.usable_bytes(device) / GIB:.1f}",
+            f"; a plan may use {cluster.usable_bytes(device) / GIB:.1f}"
         )],
         ["cost", cost],
         ["hosts", fitting(hosts, origin)],
@@ -228,7 +222,7 @@ def front(
         ["more", fitting(*more)],
         ["fewer", fewer],
         ["next best", following],
-        ["see", fitting(see, ": other layouts, parts of a step, memory, assumptions")],
+        ["see", fitting(see, ": other layouts, parts of a step, memory, assumptions")]
     ]  # fmt: skip
     return [row for row in rows if row[1]]
 

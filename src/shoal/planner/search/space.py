@@ -21,14 +21,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from shoal.hardware.values import SHARED_MEMORY, Cluster
-from shoal.planner.predict.lower_bounds import (
-    BlockSize,
-    BlockStates,
-    Costs,
-    MicrobatchSeconds,
-    filled,
-    least_peak,
-)
+from shoal.planner.predict.lower_bounds import BlockSize, BlockStates, Costs, MicrobatchSeconds, filled, least_peak
 from shoal.planner.predict.pipeline import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, excluded, fits
