@@ -17,7 +17,6 @@ import sysconfig
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ from torch import nn
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
     from shoal.programs import hooks, observer, parts
 else:  # within a script, whose environment may be without shoal
-    observer, parts = sys.modules["_shoal_observer"], sys.modules["_shoal_parts"]
-    hooks = observer.beside("hooks")
+    observer, parts, hooks = (sys.modules[f"_shoal_{name}"] for name in ("observer", "parts", "hooks"))
 
 # Updates before the profiler starts, and steps under it. The first step under it has the profiler's own start in it.
 _WARM_STEPS, _PROFILED_STEPS = 2, 6
@@ -52,16 +50,14 @@ class ScriptClock:
     def __init__(self, options: dict[str, Any]) -> None:
         self.folder, self.num_steps, self.on_cpu = options["folder"], options["steps"], bool(options.get("cpu"))
         self.steps: list[dict[str, Any]] = []
-        self.seconds: dict[str, float] = defaultdict(
-            float
-        )  # of the present step by span, without the spans inside of it
+        self.seconds: dict[str, float] = defaultdict(float)  # of the present step by span, without the spans inside
         self.counts: dict[str, float] = defaultdict(float)  # of the present step
         self.lines: Counter[tuple[str, bool, str]] = Counter()  # samples by span, by whether in a model, and by line
         self.exchanges: dict[str, dict[str, float]] = {}  # calls of torch.distributed by line
         self.loaders: dict[int, dict[str, Any]] = {}
         self.replicas: list[Any] = []  # DistributedDataParallel
         self.optimizers: list[Any] = []
-        self.updates = self.depth = 0
+        self.updates = 0
         self.done = False
         self._open: list[OpenSpan] = []
         self._profiler: Any = None
@@ -284,32 +280,24 @@ def install(options: dict[str, Any]) -> None:
     """Install the clock in this process: hooks of optimizers, loaders, backwards, collectives and checkpoints."""
     import torch.distributed
     from torch.nn.utils import clip_grad
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data import DataLoader, dataloader
 
     clock = ScriptClock(options)
     atexit.register(clock.write)
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        clock.depth += 1
-        if clock.done or clock.depth > 1:
+    def before_step(optimizer: Any, closure: Any) -> Any:
+        if clock.done:
             return None
         clock.end("evaluation")
         clock.begin("optimizer")
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            return None
-        observed: Callable[[], Any] = functools.partial(clock.within, "closure", closure)
-        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
+        return closure and functools.partial(clock.within, "closure", closure)
 
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        clock.depth -= 1
-        if not clock.done and not clock.depth:
+    def after_step(optimizer: Any) -> None:
+        if not clock.done:
             clock.end("optimizer")
             clock.after_update(optimizer)
 
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+    hooks.around_updates(before_step, after_step)
 
     def backward(run: Any, *args: Any, **kwargs: Any) -> Any:
         clock.end("evaluation")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import CommandError, nearest
 from shoal.plans.plan import Plan
 
 _NARROW = {"float32": None, "bfloat16": "bf16", "float16": "fp16"}
+_AXES = ("tensor", "pipeline", "context", "shard")
+_CHECKPOINTING = "Recomputation is the model's: model.gradient_checkpointing_enable()."
+_IN_BFLOAT16 = "The script makes the model in bfloat16."
 
 
 @dataclass(frozen=True)
@@ -57,56 +60,54 @@ class Framework:
 
     Attributes:
         title: Its name in sentences, with the release whose keys these are.
+        write: Returns the configuration of a plan, and notes on what the file cannot say of it.
+        limit: Returns why it cannot run a plan within the other fields, or nothing.
         axes: Axes of a layout.
-        write: Returns the configuration of a plan.
         levels: Of a shard axis.
         schedules: Of a pipeline, and what it calls them.
         recompute: Kinds of recomputation.
         precisions: Dtypes of the products.
-        limit: Returns why it cannot run a plan within these, or nothing.
-        notes: Returns what the file cannot say of a plan.
         comment: What begins a comment in its files; none in JSON.
     """
 
     title: str
-    axes: tuple[str, ...]
-    write: Callable[[Plan, Facts], str]
-    levels: tuple[str, ...]
-    schedules: Mapping[str, str]
-    recompute: tuple[str, ...]
-    precisions: tuple[str, ...]
+    write: Callable[[Plan, Facts], tuple[str, list[str]]]
     limit: Callable[[Plan, Facts], str]
-    notes: Callable[[Plan, Facts], list[str]]
+    axes: tuple[str, ...]
+    levels: tuple[str, ...] = ("gradients", "parameters")
+    schedules: Mapping[str, str] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ("none", "full")
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "float16")
     comment: str = "# "
 
     def beyond(self, plan: Plan, facts: Facts) -> str:
         """Return the reason why this framework's configuration cannot say a plan, or nothing."""
-        layout, precision = plan.layout, plan.precision
-        for axis in ("tensor", "pipeline", "context", "shard"):
-            if layout.degree(axis) > 1 and axis not in self.axes:
-                return f"{self.title} has no {axis} axis in its configuration"
-        if layout.shard > 1 and plan.shard.level not in self.levels:
-            return f"{self.title} has no shard.level = {plan.shard.level}"
-        if layout.pipeline > 1 and plan.pipeline.schedule not in self.schedules:
-            return f"{self.title} has no schedule {plan.pipeline.schedule}"
-        if plan.memory.recompute not in self.recompute:
-            return f"{self.title} has no recompute = {plan.memory.recompute}"
-        if precision.compute not in self.precisions:
-            return f"{self.title} has no {precision.compute}"
-        if not facts.batch(plan)[0]:
+        layout, lacks = plan.layout, ""
+        axis = next((one for one in _AXES if layout.degree(one) > 1 and one not in self.axes), None)
+        if axis is not None:
+            lacks = f"{axis} axis in its configuration"
+        elif layout.shard > 1 and plan.shard.level not in self.levels:
+            lacks = f"shard.level = {plan.shard.level}"
+        elif layout.pipeline > 1 and plan.pipeline.schedule not in self.schedules:
+            lacks = f"schedule {plan.pipeline.schedule}"
+        elif plan.memory.recompute not in self.recompute:
+            lacks = f"recompute = {plan.memory.recompute}"
+        elif plan.precision.compute not in self.precisions:
+            lacks = plan.precision.compute
+        elif not facts.batch(plan)[0]:
             return f"{self.title} needs microbatches of one size on all ranks"
-        return self.limit(plan, facts)
+        return f"{self.title} has no {lacks}" if lacks else self.limit(plan, facts)
 
     def configuration(self, plan: Plan, facts: Facts, *heads: str) -> tuple[str, list[str]]:
         """Return the text of a plan's configuration, and notes on what it leaves to the script.
 
         The first lines of the text are `heads` and the notes, except in JSON.
         """
-        notes = self.notes(plan, facts)
+        text, notes = self.write(plan, facts)
         if lacking := [axis for axis in ("shard", "tensor", "pipeline", "context") if axis not in self.axes]:
             notes.append(f"It has no axis for {', '.join(lacking)}: such layouts were not considered.")
         head = "".join(f"{self.comment}{line}\n" for line in (*heads, *notes)) if self.comment else ""
-        return head + self.write(plan, facts), notes
+        return head + text, notes
 
 
 def framework(name: str) -> Framework:
@@ -159,8 +160,8 @@ def _dtype(dtype: str) -> Name:
 # --------------------------------------------------------------------------------------------------- frameworks
 
 
-def _accelerate(plan: Plan, facts: Facts) -> str:
-    layout = plan.layout
+def _accelerate(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
+    layout, (size, number) = plan.layout, facts.batch(plan)
     divided, several = layout.world_size > layout.data, "MULTI_CPU" if facts.device == "cpu" else "MULTI_GPU"
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -168,7 +169,7 @@ def _accelerate(plan: Plan, facts: Facts) -> str:
         "num_processes": layout.world_size,
         "num_machines": facts.hosts,
         "machine_rank": 0,
-        "mixed_precision": "no" if facts.pure else _mixed(plan) or "no",
+        "mixed_precision": "no" if facts.pure else _NARROW[plan.precision.compute] or "no",
         "use_cpu": facts.device == "cpu",
     }
     if divided:
@@ -185,12 +186,18 @@ def _accelerate(plan: Plan, facts: Facts) -> str:
             "parallelism_config_tp_size": layout.tensor,
             "parallelism_config_cp_size": layout.context,
         }
-    return _yaml(document)
-
-
-def _mixed(plan: Plan) -> str | None:
-    """Return bf16 or fp16 if products are in 16 bits, None for float32."""
-    return _NARROW[plan.precision.compute]
+    lines = [f"In the script: Accelerator(gradient_accumulation_steps={number}), and batch_size={size} in the loader."]
+    if divided:
+        lines.append("For a model without _no_split_modules add fsdp_config.fsdp_transformer_layer_cls_to_wrap.")
+    elif plan.memory.recompute == "full":
+        lines.append(_CHECKPOINTING)
+    if facts.pure:
+        lines.append(_IN_BFLOAT16)
+    if layout.tensor > 1:
+        lines.append("The tensor axis needs a model with a tp_plan, loaded with the mesh of the Accelerator.")
+    if layout.context > 1:
+        lines.append("The context axis needs accelerator.maybe_context_parallel around the step.")
+    return _yaml(document), lines
 
 
 def _fsdp_limit(plan: Plan, facts: Facts) -> str:
@@ -200,26 +207,10 @@ def _fsdp_limit(plan: Plan, facts: Facts) -> str:
     return "it shards on GPUs only" if facts.device == "cpu" and layout.shard > 1 else ""
 
 
-def _accelerate_notes(plan: Plan, facts: Facts) -> list[str]:
-    size, number = facts.batch(plan)
-    lines = [f"In the script: Accelerator(gradient_accumulation_steps={number}), and batch_size={size} in the loader."]
-    if plan.layout.world_size > plan.layout.data:
-        lines.append("For a model without _no_split_modules add fsdp_config.fsdp_transformer_layer_cls_to_wrap.")
-    elif plan.memory.recompute == "full":
-        lines.append("Recomputation is the model's: model.gradient_checkpointing_enable().")
-    if facts.pure:
-        lines.append("The script makes the model in bfloat16.")
-    if plan.layout.tensor > 1:
-        lines.append("The tensor axis needs a model with a tp_plan, loaded with the mesh of the Accelerator.")
-    if plan.layout.context > 1:
-        lines.append("The context axis needs accelerator.maybe_context_parallel around the step.")
-    return lines
-
-
 _ZERO = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
-def _deepspeed(plan: Plan, facts: Facts) -> str:
+def _deepspeed(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
     size, number = facts.batch(plan)
     document: dict[str, Any] = {
         "train_batch_size": facts.global_batch,
@@ -234,7 +225,9 @@ def _deepspeed(plan: Plan, facts: Facts) -> str:
         document["fp16"] = {"enabled": True, "loss_scale": scale if isinstance(scale, float) else 0}
     if plan.layout.tensor > 1:
         document["tensor_parallel"] = {"autotp_size": plan.layout.tensor}
-    return json.dumps(document, indent=2) + "\n"
+    lines = [f"Launch {plan.layout.world_size} processes with deepspeed; the optimizer is the script's."]
+    lines += [_CHECKPOINTING] if plan.memory.recompute == "full" else []
+    return json.dumps(document, indent=2) + "\n", lines
 
 
 def _deepspeed_limit(plan: Plan, facts: Facts) -> str:
@@ -246,14 +239,7 @@ def _deepspeed_limit(plan: Plan, facts: Facts) -> str:
     return _COPY if facts.pure else ""
 
 
-def _deepspeed_notes(plan: Plan, facts: Facts) -> list[str]:
-    lines = [f"Launch {plan.layout.world_size} processes with deepspeed; the optimizer is the script's."]
-    if plan.memory.recompute == "full":
-        lines.append("Recomputation is the model's: model.gradient_checkpointing_enable().")
-    return lines
-
-
-def _torchtitan(plan: Plan, facts: Facts) -> str:
+def _torchtitan(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
     layout, precision, (size, number) = plan.layout, plan.precision, facts.batch(plan)
     piped = layout.pipeline > 1
     parallel = {
@@ -275,11 +261,12 @@ def _torchtitan(plan: Plan, facts: Facts) -> str:
         "mixed_precision_param": precision.compute,
         "mixed_precision_reduce": "float32",
     }
-    return (
-        "from torchtitan.config import ParallelismConfig, TrainingConfig\n\n"
-        f"parallelism = {_call('ParallelismConfig', parallel)}\n"
-        f"training = {_call('TrainingConfig', training)}\n"
-    )
+    lines = ["Put both into the Trainer.Config that a function of your config_registry returns."]
+    if plan.memory.recompute == "full":
+        lines.append("Recomputation is the model's configuration, as its registry has it: every block.")
+    text = "from torchtitan.config import ParallelismConfig, TrainingConfig\n\n"
+    text += f"parallelism = {_call('ParallelismConfig', parallel)}\n"
+    return text + f"training = {_call('TrainingConfig', training)}\n", lines
 
 
 _TORCHTITAN_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
@@ -289,21 +276,13 @@ def _torchtitan_limit(plan: Plan, facts: Facts) -> str:
     return "it has one or two stages on a rank" if plan.pipeline.stages_per_rank > 2 else ""
 
 
-def _torchtitan_notes(plan: Plan, facts: Facts) -> list[str]:
-    lines = ["Put both into the Trainer.Config that a function of your config_registry returns."]
-    if plan.memory.recompute == "full":
-        lines.append("Recomputation is the model's configuration, as its registry has it: every block.")
-    return lines
-
-
-def _megatron(plan: Plan, facts: Facts) -> str:
+def _megatron(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
     layout, precision, (size, _) = plan.layout, plan.precision, facts.batch(plan)
-    narrow, stages = _mixed(plan), plan.pipeline.stages_per_rank
-    virtual = stages if layout.pipeline > 1 and stages > 1 else None
+    stages = plan.pipeline.stages_per_rank
     state = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": virtual,
+        "virtual_pipeline_model_parallel_size": stages if layout.pipeline > 1 and stages > 1 else None,
         "context_parallel_size": layout.context,
     }
     full, sequence = plan.memory.recompute == "full", plan.tensor.sequence and layout.tensor > 1
@@ -311,8 +290,8 @@ def _megatron(plan: Plan, facts: Facts) -> str:
         **state,
         "sequence_parallel": sequence,
         "tp_comm_overlap": True if sequence else None,
-        "bf16": narrow == "bf16",
-        "fp16": narrow == "fp16",
+        "bf16": precision.compute == "bfloat16",
+        "fp16": precision.compute == "float16",
         "params_dtype": _dtype(precision.compute),
         "pipeline_dtype": _dtype(precision.compute) if layout.pipeline > 1 else None,
         "recompute_granularity": None if plan.memory.recompute == "none" else plan.memory.recompute,
@@ -320,8 +299,8 @@ def _megatron(plan: Plan, facts: Facts) -> str:
         "recompute_num_layers": 1 if full else None,
         "recompute_modules": ["core_attn"] if plan.memory.recompute == "selective" else None,
     }
-    sharded = layout.shard > 1
-    divided = sharded and plan.shard.level != "optimizer"
+    sharded, strategies = layout.shard > 1, {"gradients": "optim_grads", "parameters": "optim_grads_params"}
+    strategy = strategies.get(plan.shard.level) if sharded else None
     instances = layout.data if sharded and layout.data > 1 else None
     groups = {**state, "num_distributed_optimizer_instances": instances}
     ddp = {
@@ -330,13 +309,12 @@ def _megatron(plan: Plan, facts: Facts) -> str:
         "overlap_grad_reduce": True,
         "overlap_param_gather": sharded,
         "grad_reduce_in_fp32": precision.reduce == "float32",
-        "use_megatron_fsdp": True if divided else None,
-        "data_parallel_sharding_strategy": {"gradients": "optim_grads", "parameters": "optim_grads_params"}[
-            plan.shard.level
-        ]
-        if divided
-        else None,
+        "use_megatron_fsdp": True if strategy else None,
+        "data_parallel_sharding_strategy": strategy,
     }
+    lines = ["The model is written with megatron.core's modules; its sizes go to transformer(...)."]
+    if sequence:
+        lines.append("tp_comm_overlap needs Transformer Engine; without it leave the line out.")
     return (
         "import torch\n"
         "from megatron.core.distributed import DistributedDataParallelConfig\n"
@@ -349,7 +327,7 @@ def _megatron(plan: Plan, facts: Facts) -> str:
         f"    return {_call('TransformerConfig', transformer, '    ', '**sizes')}\n\n\n"
         "def ddp() -> DistributedDataParallelConfig:\n"
         f"    return {_call('DistributedDataParallelConfig', ddp, '    ')}\n"
-    )
+    ), lines
 
 
 def _megatron_limit(plan: Plan, facts: Facts) -> str:
@@ -363,14 +341,7 @@ def _megatron_limit(plan: Plan, facts: Facts) -> str:
     return _COPY if facts.pure else ""
 
 
-def _megatron_notes(plan: Plan, facts: Facts) -> list[str]:
-    lines = ["The model is written with megatron.core's modules; its sizes go to transformer(...)."]
-    if plan.tensor.sequence and plan.layout.tensor > 1:
-        lines.append("tp_comm_overlap needs Transformer Engine; without it leave the line out.")
-    return lines
-
-
-def _lightning(plan: Plan, facts: Facts) -> str:
+def _lightning(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
     layout, (size, number) = plan.layout, facts.batch(plan)
     sharded, full = layout.shard > 1, plan.memory.recompute == "full"
     names = list(facts.kinds.values())
@@ -389,17 +360,21 @@ def _lightning(plan: Plan, facts: Facts) -> str:
         }
     else:
         kind, values = "DDPStrategy", {}
+    precisions = {"bfloat16": "bf16-mixed", "float16": "16-mixed", "float32": "32-true"}
     trainer = {
         "accelerator": "cpu" if facts.device == "cpu" else "gpu",
         "devices": layout.world_size // facts.hosts,
         "num_nodes": facts.hosts,
         "strategy": Name("strategy(model)") if layout.world_size > 1 else "auto",
-        "precision": "bf16-true"
-        if facts.pure
-        else {"bf16": "bf16-mixed", "fp16": "16-mixed", None: "32-true"}[_mixed(plan)],
+        "precision": "bf16-true" if facts.pure else precisions[plan.precision.compute],
         "accumulate_grad_batches": number,
     }
     wrapped = kind == "FSDPStrategy" and names
+    lines = ["Give strategy(model) the module whose blocks are named there; trainer(model) makes the Trainer."]
+    if layout.tensor > 1:
+        lines.append("configure_model divides the layers itself: parallelize_module and fully_shard on its mesh.")
+    if full and kind != "FSDPStrategy":
+        lines.append("Recomputation is the model's: torch.utils.checkpoint in each block.")
     return (
         "from lightning.pytorch import Trainer\n"
         f"from lightning.pytorch.strategies import {kind}\n\n"
@@ -409,7 +384,7 @@ def _lightning(plan: Plan, facts: Facts) -> str:
         + f"    return {_call(kind, values, '    ')}\n\n\n"
         "def trainer(model, **more) -> Trainer:\n"
         f"    return {_call('Trainer', trainer, '    ', '**more')}\n"
-    )
+    ), lines
 
 
 def _lightning_limit(plan: Plan, facts: Facts) -> str:
@@ -422,25 +397,15 @@ def _lightning_limit(plan: Plan, facts: Facts) -> str:
     return _fsdp_limit(plan, facts)
 
 
-def _lightning_notes(plan: Plan, facts: Facts) -> list[str]:
-    lines = ["Give strategy(model) the module whose blocks are named there; trainer(model) makes the Trainer."]
-    if plan.layout.tensor > 1:
-        lines.append("configure_model divides the layers itself: parallelize_module and fully_shard on its mesh.")
-    if plan.memory.recompute == "full" and (plan.layout.shard == 1 or plan.layout.tensor > 1):
-        lines.append("Recomputation is the model's: torch.utils.checkpoint in each block.")
-    return lines
-
-
-def _fsdp2(plan: Plan, facts: Facts) -> str:
+def _fsdp2(plan: Plan, facts: Facts) -> tuple[str, list[str]]:
     layout, precision, (size, number) = plan.layout, plan.precision, facts.batch(plan)
     full, patterns = plan.memory.recompute == "full", list(facts.kinds)
-    policy = _call(
-        "MixedPrecisionPolicy",
-        {"param_dtype": _dtype(precision.compute), "reduce_dtype": _dtype(precision.reduce)},
-        "        ",
-    )
+    dtypes = {"param_dtype": _dtype(precision.compute), "reduce_dtype": _dtype(precision.reduce)}
     options = {"mesh": Name("mesh"), "reshard_after_forward": plan.shard.level == "parameters"}
     options["mp_policy"] = Name("policy")
+    lines = [f"Launch {layout.world_size} processes with torchrun, and call parallelize before the optimizer."]
+    lines += [_IN_BFLOAT16] if facts.pure else []
+    lines += ["The loop scales the loss: torch.amp.GradScaler."] if precision.compute == "float16" else []
     wrapper = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper\n"
     return (
         "import re\n\nimport torch\n"
@@ -452,53 +417,35 @@ def _fsdp2(plan: Plan, facts: Facts) -> str:
         "def parallelize(model: torch.nn.Module) -> torch.nn.Module:\n"
         f'    mesh = init_device_mesh("{facts.device}", ({layout.data}, {layout.shard}), '
         'mesh_dim_names=("replicate", "shard"))\n'
-        f"    policy = {policy.replace('        ', '    ')}\n"
+        f"    policy = {_call('MixedPrecisionPolicy', dtypes, '    ')}\n"
         f"    options = {_call('dict', options, '    ')}\n"
         "    for name in [name for name, _ in model.named_modules() if BLOCKS.fullmatch(name)]:\n"
         + ("        model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))\n" if full else "")
         + "        fully_shard(model.get_submodule(name), **options)\n"
         "    return fully_shard(model, **options)\n"
-    )
+    ), lines
 
 
 def _fsdp2_limit(plan: Plan, facts: Facts) -> str:
     return "" if facts.blocks else "the model shows no blocks to shard one by one"
 
 
-def _fsdp2_notes(plan: Plan, facts: Facts) -> list[str]:
-    lines = [f"Launch {plan.layout.world_size} processes with torchrun, and call parallelize before the optimizer."]
-    if facts.pure:
-        lines.append("The script makes the model in bfloat16.")
-    if plan.precision.compute == "float16":
-        lines.append("The loop scales the loss: torch.amp.GradScaler.")
-    return lines
-
-
-_FULL, _HALVES = ("none", "full"), ("float32", "bfloat16", "float16")
-_BY_FSDP = ("gradients", "parameters")
+_MEGATRON_SCHEDULES = {"1f1b": "", "interleaved_1f1b": ""}
+_EVERY = ("shard", "tensor", "pipeline", "context")
 FRAMEWORKS = {
-    "accelerate": Framework(
-        "Accelerate 1.15", ("shard", "tensor", "context"), _accelerate, _BY_FSDP, {}, _FULL, _HALVES,
-        _fsdp_limit, _accelerate_notes
-    ),
+    "accelerate": Framework("Accelerate 1.15", _accelerate, _fsdp_limit, ("shard", "tensor", "context")),
     "deepspeed": Framework(
-        "DeepSpeed 0.19", ("shard", "tensor"), _deepspeed, tuple(_ZERO), {}, _FULL, _HALVES,
-        _deepspeed_limit, _deepspeed_notes, ""
+        "DeepSpeed 0.19", _deepspeed, _deepspeed_limit, ("shard", "tensor"), tuple(_ZERO), comment=""
     ),
     "torchtitan": Framework(
-        "torchtitan 0.3", ("shard", "tensor", "pipeline", "context"), _torchtitan, _BY_FSDP, _TORCHTITAN_SCHEDULES,
-        _FULL, _HALVES[:2], _torchtitan_limit, _torchtitan_notes
+        *("torchtitan 0.3", _torchtitan, _torchtitan_limit, _EVERY),
+        schedules=_TORCHTITAN_SCHEDULES,
+        precisions=("float32", "bfloat16"),
     ),
     "megatron": Framework(
-        "megatron-core 0.16", ("shard", "tensor", "pipeline", "context"), _megatron, tuple(_ZERO),
-        {"1f1b": "", "interleaved_1f1b": ""}, ("none", "selective", "full"), _HALVES,
-        _megatron_limit, _megatron_notes
+        *("megatron-core 0.16", _megatron, _megatron_limit, _EVERY, tuple(_ZERO), _MEGATRON_SCHEDULES),
+        recompute=("none", "selective", "full"),
     ),
-    "lightning": Framework(
-        "Lightning 2.6", ("shard", "tensor"), _lightning, _BY_FSDP, {}, _FULL, _HALVES,
-        _lightning_limit, _lightning_notes
-    ),
-    "fsdp2": Framework(
-        "torch's fully_shard", ("shard",), _fsdp2, _BY_FSDP, {}, _FULL, _HALVES, _fsdp2_limit, _fsdp2_notes
-    )
-}  # fmt: skip
+    "lightning": Framework("Lightning 2.6", _lightning, _lightning_limit, ("shard", "tensor")),
+    "fsdp2": Framework("torch's fully_shard", _fsdp2, _fsdp2_limit, ("shard",)),
+}

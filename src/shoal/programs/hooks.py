@@ -41,29 +41,56 @@ SHARDING = (
 )
 
 
-def method(owner: Any, name: str, before: Any) -> None:
-    """Call `before(self, ...)` before a method of a class."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    setattr(owner, name, call)
-
-
 def around(owner: Any, name: str, wrap: Any) -> None:
     """Replace a function of a module, or a method of a class, by `wrap(function, ...)`."""
     original = getattr(owner, name, None)
     if original is None:
         return
 
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrap(original, *args, **kwargs)
 
+    with contextlib.suppress(TypeError, AttributeError):
+        functools.update_wrapper(call, original)
     setattr(owner, name, call)
+
+
+def method(owner: Any, name: str, before: Any) -> None:
+    """Call `before(self, ...)` before a method of a class."""
+
+    def wrap(run: Any, *args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    around(owner, name, wrap)
+
+
+def around_updates(before: Any, after: Any) -> None:
+    """Call `before(optimizer, closure)` and `after(optimizer)` at each update, but not at one within another's.
+
+    What `before` returns is the closure of the update, if it has one.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    running: list[Any] = []
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        running.append(optimizer)
+        if len(running) > 1:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
+        observed = before(optimizer, closure if callable(closure) else None)
+        if observed is None:
+            return None
+        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
+
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        running.pop()
+        if not running:
+            after(optimizer)
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
 
 
 def note_optimizers(recorder: observer.ScriptRecorder) -> None:
@@ -79,21 +106,15 @@ def note_optimizers(recorder: observer.ScriptRecorder) -> None:
 def observe_steps(recorder: observer.ScriptRecorder) -> None:
     """Install the hooks of forwards, backwards and optimizer steps."""
     from torch.nn.modules import module as nn_module
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     nn_module.register_module_forward_pre_hook(recorder.enter)
     nn_module.register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     around(torch.autograd, "backward", recorder.backward)
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        recorder.in_update += 1
-        if recorder.in_update > 1:  # the step of an optimizer within another's
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself comes first
-        if not callable(closure):
+    def before_step(optimizer: Any, closure: Any) -> Any:
+        if closure is None:
             recorder.before_update(optimizer)
             return None
-
         step, evaluations = recorder.step, itertools.count(1)
 
         def observed() -> Any:
@@ -108,15 +129,9 @@ def observe_steps(recorder: observer.ScriptRecorder) -> None:
             finally:
                 recorder.deaf.discard("again")
 
-        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
+        return observed
 
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.in_update -= 1
-        if not recorder.in_update:
-            recorder.after_update(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+    around_updates(before_step, recorder.after_update)
 
     def zeroed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         recorder.cleared(parameter for group in optimizer.param_groups for parameter in group["params"])

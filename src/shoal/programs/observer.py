@@ -287,7 +287,7 @@ class ScriptRecorder:
         self._hooked: dict[str, Any] = {}
         self._handles: dict[str, Any] = {}  # of the hooks
         self.num_backwards = 0
-        self._in_backward = self.in_update = 0
+        self._in_backward = 0
         self._first_backward = -1  # the step in which the newest first backward was
         self.in_scaler = self.by_metric = False  # by_metric: a scheduler follows a number
         self.seconds = 0.0
@@ -695,12 +695,12 @@ def start() -> None:
     options = json.loads(os.environ["SHOAL_OBSERVER"])
     if not options.get("spawns"):  # what a rank starts, such as workers that load data, is no rank
         os.environ.pop("SHOAL_OBSERVER")
+    hooks = beside("hooks")  # before the modules that need it
     if options.get("cpu"):
         beside("on_cpu").install(options["world"])
     if options["mode"] == "clock":
         beside(options["clock"]).install(options)
         return
-    hooks = beside("hooks")  # before the modules that need it
     job = options["mode"] == "job"
     room = options.get("room", float("inf"))
     recorder = beside("as_job").install(options) if job else ScriptRecorder(options["folder"], options["steps"], room)

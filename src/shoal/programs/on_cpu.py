@@ -18,12 +18,17 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _device
 from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING or "_shoal_hooks" not in sys.modules:
+    from shoal.programs.hooks import around as replace
+else:  # within a script, whose environment may be without shoal
+    replace = sys.modules["_shoal_hooks"].around
 
 # Packages that are kernels for GPUs.
 KERNELS = {
@@ -98,20 +103,6 @@ def install(devices: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- patching
-
-
-def replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
-    """Let each call of a function or method be `new(function, ...)`, from which `caller(3)` is who calls."""
-    original = getattr(owner, name, None)
-    if original is None:
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return new(original, *args, **kwargs)
-
-    with contextlib.suppress(TypeError, AttributeError):
-        functools.update_wrapper(call, original)
-    setattr(owner, name, call)
 
 
 def answer(owner: Any, names: str, value: Any, *, to_torch: bool = False) -> None:
