@@ -75,7 +75,7 @@ class StepObserver(observer.ScriptRecorder):
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inside = free.mode in _get_current_dispatch_mode_stack()
-            if inside or observer.is_passed_by(type(module)) or next(module.parameters(), None) is None:
+            if inside or observer.is_passed_by(module) or next(module.parameters(), None) is None:
                 return forward(module, *args, **kwargs)
             key = id(module), module.training, *(t.shape for t in tensors_in((args, kwargs)))
             if torch.is_grad_enabled() or key not in evaluated:

@@ -331,7 +331,7 @@ class ScriptRecorder:
         """Note the begin of a module's forward, before any of its own hooks. A backward may compute it again."""
         if self.deaf or self._in_backward:
             return
-        if is_passed_by(type(module)):
+        if is_passed_by(module):
             if type(module).__name__ == "FullyShardedDataParallel":
                 if not self.known.wrappers:
                     kind: Any = type(module)
@@ -388,7 +388,7 @@ class ScriptRecorder:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
-        if self.deaf or self._in_backward or is_passed_by(type(module)):
+        if self.deaf or self._in_backward or is_passed_by(module):
             return
         depth = self.thread.now = getattr(self.thread, "now", 1) - 1
         call = getattr(self.thread, "call", None)
@@ -540,8 +540,11 @@ class ScriptRecorder:
             if self.turn[0] + 1 < self.turn[1]:  # other groups follow
                 return
             self.steps.append(self.step)
-            calls = [{**call, "random": None, "rows": None} for call in self.step["calls"]]  # small, and slow to walk
-            self.room -= sum(tensor.nbytes for tensor in tensors_of({**self.step, "calls": calls, "random": None}))
+            large = [
+                self.step[name] for name in ("weights", "buffers", "carried", "left", "gradients", "local", "after")
+            ]
+            large += [call.get(name) for call in self.step["calls"] for name in ("args", "kwargs", "outputs", "passes")]
+            self.room -= sum(tensor.nbytes for tensor in tensors_of(large))
             if self.room < 0.0:
                 self.deaf.add("full")
             self.step = {**new_step(), "began": self.num_backwards}
@@ -650,9 +653,14 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size() if parts.is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@functools.cache
-def is_passed_by(kind: type[nn.Module]) -> bool:
+def is_passed_by(module: Any) -> bool:
     """Return True for wrappers, inside of which the outermost module is looked for, and for losses."""
+    kind: Any = type(module)
+    return _is_passed_by(kind)
+
+
+@functools.cache
+def _is_passed_by(kind: Any) -> bool:
     return kind.__module__ == "torch.nn.modules.loss" or any(one.__name__ in WRAPPERS for one in kind.__mro__)
 
 

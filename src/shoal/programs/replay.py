@@ -43,7 +43,7 @@ class ScriptReplay:
             leave_engine_whole()
 
         def before_forward(module: nn.Module, args: Any) -> None:
-            if not observer.is_passed_by(type(module)) and observer.is_trained(module, args):
+            if not observer.is_passed_by(module) and observer.is_trained(module, args):
                 handle.remove()
                 self.take_over(module)
 
