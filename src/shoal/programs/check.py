@@ -180,16 +180,13 @@ def _processes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _data(evidence: Evidence) -> Iterator[Finding]:
-    ranks = len(evidence.records)
     rows = [
         [[row for call in trained_calls(step) for row in call["rows"]] for step in record["steps"]]
         for record in evidence.records
     ]
     evidence.coverage.samples = sum(len(own) for of_rank in rows for own in of_rank)
-    constant = (
-        ranks > 1 and evidence.num_steps > 1 and len({tuple(own) for r in rows for own in r[: evidence.num_steps]}) == 1
-    )
-    if constant:
+    distinct = {tuple(own) for of_rank in rows for own in of_rank[: evidence.num_steps]}
+    if len(evidence.records) > 1 and evidence.num_steps > 1 and len(distinct) == 1:
         evidence.coverage.leave_out("samples: the inputs are the same in every step and on every rank")
         return
     shared: dict[int, list[tuple[int, int]]] = {}  # samples that two ranks share, of how many, by step
@@ -298,19 +295,15 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
             evidence.coverage.losses += len(weights)
             each = [abs(weight) for weight, _ in weights]
             least, most = min(each), max(each)
-            size = weights[0][1]
-            if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance and all(n == size for _, n in weights):
-                said = f"losses of {size:g} elements each weigh up to {most / least:.2f} times as much as others"
-                yield Finding(number, "loss", function, said, None, *_UNLIKE, fails=False)
-                continue
             if least > 0.0 and most / least > 1.0 + 5 * evidence.tolerance:
-                counted = [count for _, count in weights]
-                said = (
-                    f"elements weigh up to {most / least:.2f} times as much as others in one update: its "
-                    f"{len(weights)} microbatches of {_listed(counted)} elements are averaged each by itself"
-                )
-                fails = not any(loss["weighted"] for step in steps for loss in step["losses"])
-                yield Finding(number, "loss", function, said, None, *_MEANS, fails=fails)
+                counted, cause, fails = [count for _, count in weights], _UNLIKE, False
+                unlike = f"weigh up to {most / least:.2f} times as much as others"
+                said = f"losses of {counted[0]:g} elements each {unlike}"
+                if len(set(counted)) > 1:
+                    cause, fails = _MEANS, not any(loss["weighted"] for step in steps for loss in step["losses"])
+                    said = f"elements {unlike} in one update: its {len(weights)} microbatches of {_listed(counted)} "
+                    said += "elements are averaged each by itself"
+                yield Finding(number, "loss", function, said, None, *cause, fails=fails)
                 continue
             total = sum(weight * count for weight, count in weights) / ranks
             if not math.isclose(total, 1.0, rel_tol=5 * evidence.tolerance):
@@ -343,21 +336,20 @@ def _forwards(evidence: Evidence) -> Iterator[Finding]:
                     evidence.coverage.leave_out("forwards in whose results no tensor was found")
                 for place, (mine, other) in enumerate(zip(call["outputs"], replayed, strict=False)):
                     error = distance(mine["values"], other["values"])
-                    if error > evidence.tolerance and apart:
-                        alike = all(distance(p["outputs"][place]["values"], mine["values"]) == 0.0 for p in peers)
-                        if alike:
+                    if error <= evidence.tolerance:
+                        continue
+                    if apart:
+                        if all(distance(p["outputs"][place]["values"], mine["values"]) == 0.0 for p in peers):
                             group = sorted(r for g in evidence.groups if rank in g for r in g)
                             said = f"ranks {_listed(group)} compute parts of one forward, and have different samples"
                             yield Finding(number, "data", "samples", said, rank, *_PARTS)
                         evidence.coverage.forwards -= 1
                         evidence.coverage.leave_out("forwards of which ranks have other parts of the input")
                         break
-                    if error > evidence.tolerance:
-                        name = evidence.records[0]["modules"][call["module"]]["class"]
-                        said = f"its output is {error:.2g} of its size from what one process computes of the same "
-                        said += "inputs and weights"
-                        yield Finding(number, "forward", name, said, rank, _STATE)
-                        break
+                    name = evidence.records[0]["modules"][call["module"]]["class"]
+                    said = f"its output is {error:.2g} of its size from what one process computes of the same "
+                    yield Finding(number, "forward", name, f"{said}inputs and weights", rank, _STATE)
+                    break
 
 
 def _gradients(evidence: Evidence) -> Iterator[Finding]:
@@ -650,7 +642,9 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         highest = max([highest, *(rate for rate in (*rates, *other) if isinstance(rate, float))])
         # Where the samples differ, the numbers of steps may differ by rounding.
         slack = 1e-12 if agree else 0.3 * highest
-        if len(rates) == len(other) and not all(_close(a, b, slack) for a, b in zip(rates, other, strict=True)):
+        pairs = [(float(a or 0.0), float(b or 0.0)) for a, b in zip(rates, other, strict=False)]
+        close = all(math.isclose(a, b, rel_tol=1e-6, abs_tol=slack) for a, b in pairs)
+        if len(rates) == len(other) and not close:
             said = f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
             findings.append(Finding(number, "schedule", "learning rate", said + _listed(other), None, *_LENGTH))
         if number or not agree:
@@ -659,8 +653,7 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         for key in evidence.order:
             mine, alone = steps[0]["gradients"].get(key), single["gradients"].get(key)
             if mine is not None and alone is not None and mine.shape == alone.shape:
-                mine = mine.double() / _norm_factor(steps[0], key)
-                alone = alone.double() / _norm_factor(single, key)
+                mine, alone = mine.double() / _norm_factor(steps[0], key), alone.double() / _norm_factor(single, key)
                 if alone.norm() > 1e-8:
                     ratios.append((_ratio(mine, alone), distance(mine, alone)))
         factors = [ratio for ratio, _ in ratios]
@@ -690,11 +683,6 @@ def _smaller(
         return []
     said = f"{times:.4g} times that of as many elements in one process"
     return [Finding(number, "loss", "weight of all elements", said, None, *_SMALLER, fails=False)]
-
-
-def _close(one: Any, other: Any, slack: float) -> bool:
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return math.isclose(one, other, rel_tol=1e-6, abs_tol=slack) if numbers else one == other
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:

@@ -76,25 +76,21 @@ class Script:
         try:
             interpreter, *words = self.parts
         except ValueError as error:
-            raise CommandError(
-                given=given, conflict=f"a shell could not read it: {error}", remedy="close its quotes"
-            ) from None
+            conflict, remedy = f"a shell could not read it: {error}", "close its quotes"
+            raise CommandError(given=given, conflict=conflict, remedy=remedy) from None
         if not words:
-            raise CommandError(given=given, conflict="it is empty", remedy='write --script "train.py --lr 0.1", say')
-        if Path(words[0]).name in _STARTERS:
-            raise CommandError(
-                given=given,
-                conflict=f"{words[0]} starts the script, and shoal starts it itself",
-                remedy=f"write the script and its arguments alone, and --launcher {'|'.join(LAUNCHERS)}",
-            )
-        if shutil.which(interpreter) is None:
-            raise CommandError(given=given, conflict=f"there is no program {interpreter}", remedy="give its path")
-        if words[0] != "-m" and not Path(words[0]).is_file():
-            raise CommandError(
-                given=given,
-                conflict=f"there is no file {words[0]} in {Path.cwd()}",
-                remedy='write the path of a Python script, or "-m module"',
-            )
+            conflict, remedy = "it is empty", 'write --script "train.py --lr 0.1", say'
+        elif Path(words[0]).name in _STARTERS:
+            conflict = f"{words[0]} starts the script, and shoal starts it itself"
+            remedy = f"write the script and its arguments alone, and --launcher {'|'.join(LAUNCHERS)}"
+        elif shutil.which(interpreter) is None:
+            conflict, remedy = f"there is no program {interpreter}", "give its path"
+        elif words[0] != "-m" and not Path(words[0]).is_file():
+            conflict = f"there is no file {words[0]} in {Path.cwd()}"
+            remedy = 'write the path of a Python script, or "-m module"'
+        else:
+            return
+        raise CommandError(given=given, conflict=conflict, remedy=remedy)
 
 
 class Processes:
@@ -107,12 +103,10 @@ class Processes:
         world, first = options.get("ranks", devices), options.get("rank", 0)
         words = script.words(world, batch)
         path = os.pathsep.join(p for p in (_SITE, os.environ.get("PYTHONPATH")) if p)
-        about = {"world": devices, "spawns": script.launcher == "python", "cpu": script.cpu}
+        about: dict[str, Any] = {"world": devices, "spawns": script.launcher == "python", "cpu": script.cpu}
         about["room"] = min(_MOST_BYTES, shutil.disk_usage(folder).free // 2) // devices
-        common = {
-            "PYTHONPATH": path,
-            "SHOAL_OBSERVER": json.dumps({"folder": str(folder.absolute()), **about, **options}),
-        }
+        about |= {"folder": str(folder.absolute()), **options}
+        common = {"PYTHONPATH": path, "SHOAL_OBSERVER": json.dumps(about)}
         if "asserts" in options:
             common["PYTHONOPTIMIZE"] = "1"
         if options["mode"] != "clock":
@@ -221,10 +215,8 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         replay = _replayed(script, folder, len(records), records[0]["libraries"])
         evidence = Evidence(records, replay)
         if failed is not None and not evidence.joins:
-            code = record.children[failed].process.returncode
-            evidence.coverage.leave_out(
-                f"what follows step {evidence.num_steps}: rank {failed} ended with exit code {code}"
-            )
+            ended = f"rank {failed} ended with exit code {record.children[failed].process.returncode}"
+            evidence.coverage.leave_out(f"what follows step {evidence.num_steps}: {ended}")
         if script.launcher == "accelerate":
             evidence.coverage.leave_out("the configuration file of accelerate launch, which is not read")
         findings = in_order([*findings_of(evidence), *differences(evidence)])
@@ -300,9 +292,9 @@ def _replayed(script: Script, folder: Path, devices: int, libraries: Mapping[str
         options["world"] = devices
     results: list[dict[str, Any]] = []
     # Alone, and then, if that does not do, as one of all ranks, whose collective calls change nothing.
-    attempts: list[dict[str, Any]] = [{}, {"rank": 0, "ranks": devices}][
-        : 1 if script.launcher == "python" or devices == 1 else 2
-    ]
+    attempts: list[dict[str, Any]] = [{}]
+    if script.launcher != "python" and devices > 1:
+        attempts.append({"rank": 0, "ranks": devices})
     for others in attempts:
         process = Processes(script, folder / f"replay-{len(results)}", 1, script.batch, options | others)
         process.finish()
@@ -324,16 +316,11 @@ def _replayed(script: Script, folder: Path, devices: int, libraries: Mapping[str
 def _rerun(script: Script, folder: Path, devices: int, evidence: Evidence) -> Sequence[Finding]:
     """Run the script on one process with the global batch, and compare the schedule where the samples agree."""
     shutil.rmtree(folder, ignore_errors=True)
-    options = {"mode": "record", "steps": evidence.num_steps}
-    process = Processes(script, folder, 1, script.batch * devices, options)
-    process.finish()
-    records = read_records(str(folder))
-    if not records:
-        evidence.coverage.leave_out(
-            "the schedule's length: the script does not run on one process with the global batch"
-        )
-        return []
-    return compare_rerun(evidence, records[0])
+    Processes(script, folder, 1, script.batch * devices, {"mode": "record", "steps": evidence.num_steps}).finish()
+    if records := read_records(str(folder)):
+        return compare_rerun(evidence, records[0])
+    evidence.coverage.leave_out("the schedule's length: the script does not run on one process with the global batch")
+    return []
 
 
 def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
@@ -352,10 +339,8 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidenc
         where = f"step {one.step + 1}, {one.phase}: {one.name}"
         lines.append(f"first divergence   {where}" + (f", rank {one.rank}" if one.rank is not None else ""))
         lines.append(f"                   {one.said}")
-        if one.cause:
-            lines.append(f"looks like         {one.cause}")
-        if one.remedy:
-            lines.append(f"remedy             {one.remedy}")
+        lines += [f"looks like         {one.cause}"] if one.cause else []
+        lines += [f"remedy             {one.remedy}"] if one.remedy else []
     others = {(one.phase, one.name) for one in failing[1:]} - {(one.phase, one.name) for one in failing[:1]}
     if others:
         shown = ", ".join(sorted({phase for phase, _ in others}))
@@ -365,8 +350,7 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidenc
         if not one.fails and (one.phase, one.name) not in reported:
             reported.add((one.phase, one.name))
             lines.append(f"note               step {one.step + 1}, {one.phase}: {one.name}: {one.said}")
-            if one.cause:
-                lines.append(f"                   {one.cause}")
+            lines += [f"                   {one.cause}"] if one.cause else []
     lines.append(
         f"seen               {several(evidence.num_steps, 'step')}: {several(coverage.samples, 'sample')}, "
         f"{several(coverage.forwards, 'forward')} replayed, {several(coverage.gradients, 'gradient')} compared, "

@@ -118,10 +118,10 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             start = own.intra_param_start_idx if own.in_shard else 0
             place = {"shape": tuple(shape), "offset": (start,), "size": (size,), "summed": []}
             yield ParameterPart(key, place, tuple(shape), owner, weights, gradient, handle._fwd_bwd_param_dtype)
-    flats = flat_places(module)
+    flats = flat_parts(module, number)
     for name, own in module.named_parameters():
         if id(own) in flats:
-            yield flat_part(f"{number}:{plain_name(name)}", flats[id(own)], own.dtype)
+            yield flats[id(own)]
             continue
         key, p = f"{number}:{plain_name(name)}", sharded.get(id(own), own)
         if key not in flat and not hasattr(p, "_fqns"):
@@ -129,44 +129,36 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
             yield ParameterPart(key, place_of(p), tuple(p.shape), p, *of, dtypes.get(id(p), p.dtype))
 
 
-class FlatPlace(NamedTuple):
-    """Place of this rank's part of a parameter, which may be empty, in a flat tensor of an optimizer."""
+def flat_parts(module: nn.Module, number: int) -> dict[int, ParameterPart]:
+    """Return parts, which may be empty, by the ids of parameters, in flat tensors of a DeepSpeed engine's optimizer."""
+    found: dict[int, ParameterPart] = {}
+    if type(module).__name__ != "DeepSpeedEngine":
+        return found
+    zero: Any = getattr(module, "optimizer", None)
+    names = {id(p): plain_name(name) for name, p in module.named_parameters()}
 
-    shape: tuple[int, ...]
-    flat: torch.Tensor
-    start: int  # in the parameter
-    begin: int  # in the flat tensor
-    size: int
+    def note(p: Any, shape: Any, flat: torch.Tensor, start: int, own: slice) -> None:
+        place = {"shape": tuple(shape), "offset": (start,), "size": (own.stop - own.start,), "summed": []}
+        gradient = lambda: None if flat.grad is None else flat.grad[own]  # noqa: E731
+        of = (tuple(shape), flat, lambda: flat.detach()[own], gradient, p.dtype)
+        found[id(p)] = ParameterPart(f"{number}:{names[id(p)]}", place, *of)
 
-
-def flat_places(module: nn.Module) -> dict[int, FlatPlace]:
-    """Return the places of parameters, by their ids, in the flat tensors that a DeepSpeed engine's optimizer has."""
-    zero: Any = getattr(module, "optimizer", None) if type(module).__name__ == "DeepSpeedEngine" else None
-    flats, places = getattr(zero, "single_partition_of_fp32_groups", ()), dict[int, FlatPlace]()
-    for flat, p in (
-        ((flat, p) for flat, group in zip(flats, zero.bit16_groups, strict=True) for p in group) if flats else ()
-    ):
-        of, own = p._hp_mapping, (0, 0, 0)
-        if of is not None:
-            own = of.lp_fragment_address.start, of.hp_fragment_address.start, of.hp_fragment_address.numel
-        places[id(p)] = FlatPlace(tuple(p.shape), flat, *own)
+    flats = getattr(zero, "single_partition_of_fp32_groups", ())
+    for flat, group in zip(flats, zero.bit16_groups if flats else (), strict=True):
+        for p in group:
+            start = begin = size = 0
+            if (own := p._hp_mapping) is not None:
+                start, begin = own.lp_fragment_address.start, own.hp_fragment_address.start
+                size = own.hp_fragment_address.numel
+            note(p, p.shape, flat, start, slice(begin, begin + size))
     positions, parameters = getattr(zero, "grad_position", {}), cast(Iterable[Any], module.parameters())
     for p in parameters if positions else ():  # ZeRO-3, whose parts have one size
-        if getattr(p, "ds_id", None) not in positions:
-            continue
-        number, begin, size = positions[p.ds_id]
-        start = min(p.ds_numel, torch.distributed.get_rank(p.ds_process_group) * size)
-        flat = zero.fp32_partitioned_groups_flat[number]
-        places[id(p)] = FlatPlace(tuple(p.ds_shape), flat, start, begin, min(size, p.ds_numel - start))
-    return places
-
-
-def flat_part(key: str, of: FlatPlace, dtype: torch.dtype) -> ParameterPart:
-    """Return this rank's part of a parameter that lies in a flat tensor."""
-    flat, own = of.flat, slice(of.begin, of.begin + of.size)
-    place = {"shape": of.shape, "offset": (of.start,), "size": (of.size,), "summed": []}
-    gradient = lambda: None if flat.grad is None else flat.grad[own]  # noqa: E731
-    return ParameterPart(key, place, of.shape, flat, lambda: flat.detach()[own], gradient, dtype)
+        if getattr(p, "ds_id", None) in positions:
+            group, begin, size = positions[p.ds_id]
+            start = min(p.ds_numel, torch.distributed.get_rank(p.ds_process_group) * size)
+            flat = zero.fp32_partitioned_groups_flat[group]
+            note(p, p.ds_shape, flat, start, slice(begin, begin + min(size, p.ds_numel - start)))
+    return found
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:

@@ -29,11 +29,12 @@ from shoal.planner.answer.outlook import Case, Question, curve, failures, finer,
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.workload import Workload, segments
 from shoal.planner.profile.profiles import Batches, profile_job
-from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, counted, gib
+from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, gib
 from shoal.planner.search.space import Space, counts
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.report.quantities import several
 from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
 from shoal.training.setup.job_model import deferred_outline, grains_of, outline
@@ -181,7 +182,7 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
             )
             if fitting := larger.search().take(Wanted()):
                 plan, peak = fitting[0].plan, gib(fitting[0].prediction.peak_bytes)
-                words = f"on {counted(number)} it fits ({described(plan)}, {peak} each)"
+                words = f"on {several(number, 'device')} it fits ({described(plan)}, {peak} each)"
                 return NothingFitsError(
                     given=error.given, conflict=error.conflict, remedy=f"{words}; or {error.remedy}"
                 )

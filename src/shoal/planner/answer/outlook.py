@@ -34,14 +34,13 @@ from shoal.planner.search.search import (
     Rejected,
     Search,
     Wanted,
-    counted,
     gib,
     simplest,
 )
 from shoal.planner.search.space import Illegal, Space, recomputes
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan, described, plan_text
-from shoal.report.quantities import seconds
+from shoal.report.quantities import seconds, several
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 
@@ -204,7 +203,7 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
                     for name, spent in terms.items()
                 }
                 name = max(growth, key=lambda term: growth[term])
-                limit = f"{name}, {terms[name] / best.seconds:.0%} of a step on {counted(best.devices)}"
+                limit = f"{name}, {terms[name] / best.seconds:.0%} of a step on {several(best.devices, 'device')}"
         pays_until = pays_until if ended else point.devices
         judged.append(replace(point, efficiency=rate / (point.devices * best_rate), marginal=marginal))
         before = best
@@ -475,8 +474,8 @@ class Finer:
         instead = f" instead of {rate(self.before)}" if self.before is not None else ""
         return (
             f"Job(grains={self.num_grains}): grains of {-(-batch // self.num_grains)} {brings} {rate(best)}{instead}, "
-            f"by {described(best.plan)} on {counted(best.devices)}, {gib(best.prediction.peak_bytes)} each; it changes "
-            "the run"
+            f"by {described(best.plan)} on {several(best.devices, 'device')}, {gib(best.prediction.peak_bytes)} each; "
+            "it changes the run"
         )
 
 

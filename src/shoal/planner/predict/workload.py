@@ -23,30 +23,14 @@ from shoal.plans.plan import Layout
 ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 # Parts of a step's seconds. Their sum is the step.
 TERMS = (
-    "compute",
-    "launch",
-    "recompute",
-    "tensor",
-    "context",
-    "pipeline",
-    "bubble",
-    "gradients",
-    "parameters",
-    "optimizer",
-    "data",
-    "host",
+    *("compute", "launch", "recompute", "tensor", "context", "pipeline", "bubble"),
+    *("gradients", "parameters", "optimizer", "data", "host"),
 )
 LARGE_PARAMETER = 100_000  # elements; smaller ones stay whole (DeepSpeed's stage3_param_persistence_threshold)
 # Parts of the peak bytes of the rank that needs most. Their sum is the peak.
 CATEGORIES = (
-    "parameters",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "communication",
-    "allocator",
-    "reserved",
+    *("parameters", "gathered", "gradients", "optimizer"),
+    *("activations", "communication", "allocator", "reserved"),
 )
 
 

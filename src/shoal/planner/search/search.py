@@ -33,6 +33,7 @@ from shoal.planner.search.space import (
     simplicity,
 )
 from shoal.plans.plan import Plan
+from shoal.report.quantities import several
 
 # Relative difference below which two plans tie, far less than the prediction error. Ties go to fewer devices, then to
 # the simpler layout.
@@ -470,11 +471,6 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} KiB"
 
 
-def counted(devices: int) -> str:
-    """Format a number of devices."""
-    return "1 device" if devices == 1 else f"{devices} devices"
-
-
 def _rejected(search: Search, notes: Notes, chosen: Candidate) -> list[Rejected]:
     """List the other layouts on the chosen number of devices, and the nearest layout on each other number."""
     own = [place for place in search.by_devices.get(chosen.devices, []) if place != chosen.place]
@@ -487,7 +483,7 @@ def _rejected(search: Search, notes: Notes, chosen: Candidate) -> list[Rejected]
             else:
                 nearest_place = min(places, key=lambda place: place.cut)
             one = _reason(search, notes, nearest_place, chosen)
-            rejected.append(replace(one, what=f"{counted(devices)}, nearest: {one.what}"))
+            rejected.append(replace(one, what=f"{several(devices, 'device')}, nearest: {one.what}"))
     return rejected
 
 
@@ -514,7 +510,7 @@ def compared(other: Candidate, chosen: Candidate) -> str:
     if other.seconds <= chosen.seconds:
         more = other.devices - chosen.devices
         if more > 0:
-            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more device{'s' if more > 1 else ''}"
+            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {several(more, 'more device')}"
         return "as fast within what a prediction can tell, and less simple"
     slower = f"{other.seconds / chosen.seconds - 1:.0%} slower"
     if other.devices >= chosen.devices and other.prediction.peak_bytes >= chosen.prediction.peak_bytes:
@@ -535,7 +531,7 @@ def _nothing(search: Search, notes: Notes, aim: Aim, limit: Limit) -> NothingFit
     fastest = search.take(Wanted()) if limit != Limit() else []
     if fastest:
         needs = fastest[0].seconds / limit.seconds * aim.value
-        step = f"{fastest[0].seconds:.3g} s a step on {counted(fastest[0].devices)}"
+        step = f"{fastest[0].seconds:.3g} s a step on {several(fastest[0].devices, 'device')}"
         conflict = f"the fastest plan takes {written_time(needs)} for the whole job ({step})"
         remedy = f"write --aim deadline={written_time(needs)}, or give a larger cluster"
     elif (least := search.nearest_missing(notes, search.space.places)) is not None:
