@@ -544,6 +544,7 @@ class ScriptRecorder:
                 self.step[name] for name in ("weights", "buffers", "carried", "left", "gradients", "local", "after")
             ]
             large += [call.get(name) for call in self.step["calls"] for name in ("args", "kwargs", "outputs", "passes")]
+            large += [call["random"]["torch"] for call in self.step["calls"]]
             self.room -= sum(tensor.nbytes for tensor in tensors_of(large))
             if self.room < 0.0:
                 self.deaf.add("full")
