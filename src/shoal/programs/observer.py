@@ -52,6 +52,7 @@ WRAPPERS = {
 }
 # Bytes of an output's values that are kept; larger outputs are compared by samples of their elements.
 _MOST_OUTPUT = 1 << 20
+_STATES_BYTES = 10_000  # of the random states before a forward
 _WAIT_SECONDS = 60.0
 
 
@@ -544,8 +545,7 @@ class ScriptRecorder:
                 self.step[name] for name in ("weights", "buffers", "carried", "left", "gradients", "local", "after")
             ]
             large += [call.get(name) for call in self.step["calls"] for name in ("args", "kwargs", "outputs", "passes")]
-            large += [call["random"]["torch"] for call in self.step["calls"]]
-            self.room -= sum(tensor.nbytes for tensor in tensors_of(large))
+            self.room -= sum(tensor.nbytes for tensor in tensors_of(large)) + _STATES_BYTES * len(self.step["calls"])
             if self.room < 0.0:
                 self.deaf.add("full")
             self.step = {**new_step(), "began": self.num_backwards}
