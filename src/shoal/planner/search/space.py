@@ -332,7 +332,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     space have equal keys, so the result does not depend on the order of the search.
     """
     at = plan.layout
-    degrees = list(at.__dict__.values())
+    degrees = at.data, at.shard, at.tensor, at.pipeline, at.context
     schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
     return (
         plan.layout.world_size,
