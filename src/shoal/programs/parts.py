@@ -131,9 +131,9 @@ def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
 
 def flat_parts(module: nn.Module, number: int) -> dict[int, ParameterPart]:
     """Return parts, which may be empty, by the ids of parameters, in flat tensors of a DeepSpeed engine's optimizer."""
-    found: dict[int, ParameterPart] = {}
+    by_id: dict[int, ParameterPart] = {}
     if type(module).__name__ != "DeepSpeedEngine":
-        return found
+        return by_id
     zero: Any = getattr(module, "optimizer", None)
     names = {id(p): plain_name(name) for name, p in module.named_parameters()}
 
@@ -141,7 +141,7 @@ def flat_parts(module: nn.Module, number: int) -> dict[int, ParameterPart]:
         place = {"shape": tuple(shape), "offset": (start,), "size": (own.stop - own.start,), "summed": []}
         gradient = lambda: None if flat.grad is None else flat.grad[own]  # noqa: E731
         of = (tuple(shape), flat, lambda: flat.detach()[own], gradient, p.dtype)
-        found[id(p)] = ParameterPart(f"{number}:{names[id(p)]}", place, *of)
+        by_id[id(p)] = ParameterPart(f"{number}:{names[id(p)]}", place, *of)
 
     flats = getattr(zero, "single_partition_of_fp32_groups", ())
     for flat, group in zip(flats, zero.bit16_groups if flats else (), strict=True):
@@ -158,7 +158,7 @@ def flat_parts(module: nn.Module, number: int) -> dict[int, ParameterPart]:
             start = min(p.ds_numel, torch.distributed.get_rank(p.ds_process_group) * size)
             flat = zero.fp32_partitioned_groups_flat[group]
             note(p, p.ds_shape, flat, start, slice(begin, begin + min(size, p.ds_numel - start)))
-    return found
+    return by_id
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:
