@@ -322,7 +322,7 @@ def test_what_efficiency_means() -> None:
 def test_a_space_has_all_legal_degrees(engine: bool) -> None:
     found = facts(6, layers=4, heads=4)
     space = Space(Plan(), found, (1, 2, 3, 4, 8), engine=engine)
-    degrees = {tuple(plan.layout.model_dump().values()) for plan in every_plan(space)}
+    degrees = {tuple(plan.layout.model_dump(exclude={"shares"}).values()) for plan in every_plan(space)}
     legal = set()
     for layout in product(range(1, 9), repeat=5):
         data, shard, tensor, pipeline, context = layout
