@@ -116,8 +116,9 @@ class SparseRows:
         return leaves
 
     def memory(self) -> list[Tensor]:
-        """Return the rows that this rank has."""
-        return [rows.values() for own in self._own for rows in own.values()]
+        """Return the rows that this rank has, and those of the gradients."""
+        given = [p.grad for p in self.parameters if p.grad is not None and p.grad.is_sparse]
+        return [rows._values() for rows in (*given, *(rows for own in self._own for rows in own.values()))]
 
 
 def _rows(numbers: Tensor, values: Tensor, like: Tensor) -> Tensor:
