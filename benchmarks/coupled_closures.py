@@ -2,9 +2,9 @@
 
 2 CPU cores, torch 2.13.0; the table is benchmarks/results/coupled_closures.md.
 
-Repeat with `python -m benchmarks.coupled_closures`. The network of examples/poisson.py in float64 trains 4 steps by LBFGS
-with the strong Wolfe line search, 256 points a step. The customary program wraps the model in DDP and gives LBFGS a
-closure with the loss of the rank's half. Its ranks decide by their own losses how often they call it.
+Repeat with `python -m benchmarks.coupled_closures`. The network of examples/poisson.py in float64 trains 4 steps by
+LBFGS with the strong Wolfe line search, 256 points a step. The customary program wraps the model in DDP and gives LBFGS
+a closure with the loss of the rank's half. Its ranks decide by their own losses how often they call it.
 """
 
 from __future__ import annotations
