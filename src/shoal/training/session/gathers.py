@@ -39,18 +39,18 @@ class Gathers:
 
         Raises: JobError, PeerFailedError. Collective: all ranks.
         """
-        if count != 1 or self._is_used is False:
+        if count != 1:
             raise JobError(
-                given=f"step.gather() with {count} batches a rank"
-                if count != 1
-                else "a first step.gather() in a later step",
-                conflict="the loop computes one batch after the other, and the others' outputs are not known yet"
-                if count != 1
-                else "the ranks agree in the first step whether they meet within later ones",
+                given=f"step.gather() with {count} batches a rank",
+                conflict="the loop computes one batch after the other, and the later ones have no outputs yet",
                 remedy="use more devices, a smaller global_batch or fuse=True; or a Job(outputs=...), which computes "
-                "outputs twice"
-                if count != 1
-                else "call it in each step, and leave its result where you do not need it",
+                "outputs twice",
+            )
+        if self._is_used is False:
+            raise JobError(
+                given="a first step.gather() in a later step",
+                conflict="the ranks agree in the first step whether they meet within steps",
+                remedy="call it in each step from the first on",
             )
         if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.size(0) != rows:
             shown = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
