@@ -2,10 +2,10 @@
 
 2 CPU cores, torch 2.13.0; the table is benchmarks/results/coupled.md.
 
-Repeat with `python -m benchmarks.coupled`, which also runs `benchmarks.coupled_metrics`. The jobs of
-examples/global_losses.py without dropout train 12 steps of 64 samples. Plain torch on one process computes the whole
-batch at once. Losses by rank are what the customary program of DDP minimizes: the mean of the gradients of every rank's
-loss of its own samples.
+Repeat with `python -m benchmarks.coupled`, which also runs `benchmarks.coupled_metrics` and `benchmarks.owners`. The
+jobs of examples/global_losses.py without dropout train 12 steps of 64 samples. Plain torch on one process computes the
+whole batch at once. Losses by rank are what the customary program of DDP minimizes: the mean of the gradients of every
+rank's loss of its own samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import shoal
-from benchmarks import coupled_metrics
+from benchmarks import coupled_metrics, owners
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.outputs import Summed
 from shoal.plans.resolve import complete
@@ -137,6 +137,7 @@ def main() -> None:
     (RESULTS / "coupled.json").write_text(json.dumps(rows, indent=1) + "\n")
     (RESULTS / "coupled.md").write_text(page(rows))
     coupled_metrics.main()
+    owners.main()
 
 
 if __name__ == "__main__":

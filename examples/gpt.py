@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,30 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks, AdamW for embeddings, biases and norms; it has the groups of both."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float) -> None:
+        matrices, others = [], []
+        for name, p in named:
+            (matrices if p.ndim == 2 and name.startswith("blocks.") else others).append(p)
+        self.parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95))]
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
+        super().__init__([*others, *matrices], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step both."""
+        for part in self.parts:
+            part.step()
+
+
+def muon_and_adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Take the parameters by their names."""
+    return MuonAndAdamW(parameters.named, lr)
+
+
 def job(
     lr: float = 1e-3,
     steps: int = 300,
@@ -71,3 +97,8 @@ def job(
         seed=seed,
         collate=partial(pad, block=block),
     )
+
+
+def muon(lr: float = 1e-3, steps: int = 300, width: int = 256, layers: int = 4, batch: int = 32) -> shoal.Job:
+    """The same GPT by Muon and AdamW, with one learning rate for both."""
+    return replace(job(lr, steps, batch, layers, width), optimizer=partial(muon_and_adamw, lr=lr))

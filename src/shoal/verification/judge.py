@@ -327,13 +327,18 @@ class _Judges:
         left_out = parallel.skipped or plain.trace.skipped or self._plain.needs_closure
         if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
             return None
-        exact = None
+        exact, threads = None, torch.get_num_threads()
         if self._double is not None:
             try:
                 exact = Computed(self._double.update(before, parallel, self._computation))
             except Exception as error:
                 self._no_double(error)
-        return References([Computed(self._plain.update(before, parallel, self._computation))], exact, complete=True)
+        torch.set_num_threads(self._traced.num_threads)  # products of other threads may add in another order
+        try:
+            plain_update = self._plain.update(before, parallel, self._computation)
+        finally:
+            torch.set_num_threads(threads)
+        return References([Computed(plain_update)], exact, complete=True)
 
     def _layers(self) -> float:
         """Return how far sampled layers are from float64, if the whole model does not fit in it; else zero."""

@@ -203,6 +203,7 @@ class ModelDivision:
     - `sends`: messages over a tensor axis for microbatches of given numbers of samples, if there is a formula.
     - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
+    - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
     - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
 
@@ -218,6 +219,7 @@ class ModelDivision:
     notes: list[str] = field(default_factory=list)
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     writing: set[nn.Module] = field(default_factory=set)
+    owners: dict[str, int] = field(default_factory=dict)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Record that the gradients of `names` are also partial over `axis`."""
@@ -239,6 +241,7 @@ class ShardedModel:
     """One rank's shard of a model, with the other ranks' tensors on the meta device.
 
     `divided`: whether any rank lacks a part of the model. `divides_state`: the same for the optimizer's state.
+    `by_rank`: the ranges of each rank's parts, by name, as JSON.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class ShardedModel:
         self.hooks = hooks or self.division.hooks
         self.divides_state = divides_state or self.divided
         self.dtypes = {p.dtype for p in model.parameters()}
-        self._by_rank = by_rank
+        self.by_rank = by_rank
 
     @classmethod
     def gathered(cls, mesh: Mesh, model: nn.Module, division: ModelDivision) -> ShardedModel:
@@ -325,10 +328,22 @@ class ShardedModel:
         return self._is_first(name, same)
 
     def _is_first(self, name: str, others: Iterable[int]) -> bool:
-        if not self._by_rank:
+        if not self.by_rank:
             return True
-        mine, nothing = self._by_rank[self.mesh.rank], object()
-        return name in mine and all(self._by_rank[r].get(name, nothing) != mine[name] for r in others)
+        mine, nothing = self.by_rank[self.mesh.rank], object()
+        return name in mine and all(self.by_rank[r].get(name, nothing) != mine[name] for r in others)
+
+
+def slices_by_rank(model: ShardedModel, name: str, shape: tuple[int, ...]) -> dict[int, TensorSlice]:
+    """Return the slice of the parameter `name`, of the logical `shape`, on each rank that has one."""
+    ranges = ((rank, own[name]) for rank, own in enumerate(model.by_rank) if name in own)
+    return {rank: TensorSlice.from_json(shape, of_rank) for rank, of_rank in ranges}
+
+
+def state_parts(model: ShardedModel) -> dict[str, TensorSlice]:
+    """Return the slice of each parameter that its optimizer state has: the whole if one rank owns it."""
+    named = ((name, model.part(name, p)) for name, p in model.parameters())
+    return {name: TensorSlice.whole(part.shape) if name in model.division.owners else part for name, part in named}
 
 
 def key_names(model: ShardedModel) -> dict[str, str]:
@@ -343,7 +358,7 @@ def state_slices(model: ShardedModel, tensors: Mapping[str, Tensor]) -> TensorSl
 
     Raises: JobError for state of a divided parameter that is not divided as the parameter is.
     """
-    parts = {name: model.part(name, p) for name, p in model.parameters()}
+    parts = state_parts(model)
     slices: TensorSlices = {}
     for path, tensor in tensors.items():
         part = parts.get(path.partition("/")[0])
@@ -363,7 +378,7 @@ def state_slices(model: ShardedModel, tensors: Mapping[str, Tensor]) -> TensorSl
 
 def allocate_state(model: ShardedModel, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
     """Allocate memory for a checkpoint's optimizer tensors that belong to the parameters `names` or to groups."""
-    parts, absent = {name: model.part(name, p) for name, p in model.parameters()}, model.absent()
+    parts, absent = state_parts(model), model.absent()
     slices: TensorSlices = {}
     for path, entry in known.items():
         owner = path.partition("/")[0]

@@ -40,11 +40,13 @@ class UpdateDivision:
 
     def __init__(self, model: ShardedModel) -> None:
         """Set the model, which other axes may divide."""
-        self._model = model
+        self._model, self._rank, owners = model, model.mesh.rank, model.division.owners
+        # Ranks that update whole matrices; the exchange with them is in `MatrixOwners`.
+        self._matrix_owners = {id(p): owners[name] for name, p in model.parameters() if name in owners}
 
     def updates(self, parameter: Tensor) -> bool:
         """Return True if this rank updates the parameter and so has its optimizer state."""
-        return True
+        return self._matrix_owners.get(id(parameter), self._rank) == self._rank
 
     def own_bytes(self, num_bytes: int) -> int:
         """Return how many of `num_bytes` parameter bytes count on this rank: all, unless ranks share one copy."""
@@ -118,10 +120,11 @@ class ShardedOptimizer(UpdateDivision):
     ) -> None:
         """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest."""
         super().__init__(model)
-        self._mesh, self._mark, self._rank, self._parameters = model.mesh, mark, model.mesh.rank, list(parameters)
+        self._mesh, self._mark = model.mesh, mark
+        self._parameters = [p for p in parameters if id(p) not in self._matrix_owners]
         self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
         self._group = self._mesh.group("shard")
-        self._owners = owners(parameters if among is None else among, self._ranks)
+        self._owners = owners(parameters if among is None else among, self._ranks) | self._matrix_owners
         self._divided: tuple[list[int], list[tuple[int, list[Tensor]]]] = [], []  # the last result of `_pieces`
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:

@@ -438,6 +438,8 @@ class Exchanged:
         alone = [(replace(o, launches=1), o.launches) for o in profile.optimizer_products]
         products = sum(count * (computer.operation(o, Share(1.0)).device - device.launch_seconds) for o, count in alone)
         trainable = sum(w.numel for unit in profile.units for w in unit.body.weights if w.trainable)
+        cut = layout.tensor * (layout.shard if plan.shards_model else 1) if program.own_buckets else 1
+        sharing = self.network.group(cut, layout.context)  # the ranks with parts of a parameter that one of them owns
         of_ranks = []
         for size in (rank.size for rank in ranks):  # memory traffic and launches of clipping and update
             elements = size.trainable / owners
@@ -451,6 +453,9 @@ class Exchanged:
             num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
             seconds = computer.rewritten(num_bytes, size.touched, _UPDATE) + launches * device.launch_seconds
             seconds += products * elements / trainable if products else 0.0
+            if profile.optimizer_whole and cut > 1:  # values and gradients to owners, and values back
+                part = profile.optimizer_whole / trainable * elements * width
+                seconds += sum(self.network.seconds("all_to_all", times * part, sharing) for times in (2, 1))
             of_ranks.append(max(seconds, launches * device.dispatch_seconds - ahead))
         if shares_memory:  # the ranks synchronize before the update, over the norm, and after it
             agreed = price(self.network, layout, agreement(layout.world_size), plan.collectives.all_reduce)

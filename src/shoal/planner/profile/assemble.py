@@ -149,6 +149,7 @@ def assembled(
         optimizer_passes=optimizer.passes,
         optimizer_launches=optimizer.launches,
         optimizer_products=optimizer.products,
+        optimizer_whole=optimizer.whole,
         tied=tuple((name, names[other]) for name, where in users.items() for other in sorted(where - {min(where)})),
         heads=min((heads for heads in fused or plain if heads), default=None),
         notes=(*notes, *bent, *((optimizer.note,) if optimizer.note else ())),

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.planner.profile.kernels import SAVED_VECTORS
 from shoal.planner.profile.trace import OperatorEvent, OperatorRecorder, OperatorTrace, StorageRef
 from shoal.planner.profile.values import ALIGNED, Amount, Operation, OperationKind, Phase
-from shoal.training.update.job_optimizer import Parameters
+from shoal.training.update.job_optimizer import Parameters, on_matrices
 from shoal.training.update.optimizer_step import fused
 
 
@@ -356,6 +356,7 @@ class OptimizerCost:
 
     `state_bytes_per_element`: bytes of state for each trainable element. `passes`: reads and writes of each element.
     `products`: matmuls of optimizers such as Muon; `launches` of each is their number in a step.
+    `whole`: elements of parameters that the optimizer is known to need whole.
     """
 
     state_bytes_per_element: float = 8.0
@@ -363,6 +364,7 @@ class OptimizerCost:
     launches: int = 0
     note: str | None = None
     products: tuple[Operation, ...] = ()
+    whole: int = 0
 
 
 def update(
@@ -425,7 +427,8 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     for parameter in largest:
         parameter.grad = None
     products = _products(optimizer, parameters) if multiplies else ()
-    return OptimizerCost(*per_element, round(launches), products=products)
+    whole = sum(p.numel() for p in on_matrices(optimizer))
+    return OptimizerCost(*per_element, round(launches), products=products, whole=whole)
 
 
 def _products(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[Operation, ...]:

@@ -169,6 +169,7 @@ class Profile:
     `state_bytes_per_element`: optimizer state for each trainable element (8 for Adam in float32).
     `optimizer_passes`: reads and writes of an element of parameter, gradient or state in one update.
     `optimizer_products`: matmuls of an update, of which `launches` says how often a step computes each.
+    `optimizer_whole`: elements that an update needs in whole parameters.
     `tied`: pairs (weight, another unit that uses it).
     """
 
@@ -178,6 +179,7 @@ class Profile:
     optimizer_passes: float = 7.0
     optimizer_launches: int = 0
     optimizer_products: tuple[Operation, ...] = ()
+    optimizer_whole: int = 0
     tied: tuple[tuple[str, str], ...] = ()
     heads: int | None = None  # the fewest heads of any attention, which tensor and context may divide
     saved_batch: Amount = NOTHING  # bytes of batch and buffers that autograd saves, in addition to all `saved_bytes`

@@ -91,6 +91,12 @@ def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
     return owners
 
 
+def matrix_cost(shape: Sequence[int]) -> int:
+    """Return the relative cost of a step with a whole parameter: m^2 n for a matrix [m, n], m <= n, as of a product."""
+    numel = prod(shape)
+    return numel * min(shape[0], numel // shape[0]) if numel and shape else numel
+
+
 def level(
     sizes: Sequence[int], owners: Sequence[int], num_owners: int, divisible: Sequence[bool]
 ) -> dict[int, dict[int, Range]]:

@@ -67,13 +67,14 @@ from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import (
     Parameters,
     build_optimizer,
-    refuse_on_parts,
     refuse_served,
     refuse_sparse,
+    unsuited,
     without_optimizer,
 )
+from shoal.training.update.matrix_owners import MatrixOwners
 from shoal.training.update.optimizer_step import Stepper, Updater
-from shoal.training.update.optimizer_trial import refuse_divided_steps
+from shoal.training.update.optimizer_trial import needing_whole, refuse_divided_steps
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
@@ -238,6 +239,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     parameters, optimizer = together(mesh, lambda: _build_optimizer(job, plan, sharded_model))
     if needs_closure(optimizer):
         refuse(conflicts(plan, replace(facts_of_job(job), has_closure=True)))
+    clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
+    matrix_owners = None
+    if divided and mesh.layout.shard * mesh.layout.tensor > 1:
+        whole = together(mesh, lambda: needing_whole(optimizer, job.optimizer, sharded_model))
+        if names := set().union(*mesh.gather_json(whole)):
+            matrix_owners = MatrixOwners(sharded_model, names, clock.mark)
+            optimizer = matrix_owners.build(job.optimizer)
 
     # 3. Choices: the complete plan of this run.
     requested = plan
@@ -257,7 +265,6 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     # 4. Step: strategy, update and loss.
     exact = plan.execution.exact
     regions = together(mesh, lambda: compile_blocks(model, plan, precision, pipeline, job.loss))
-    clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     regions.notice = clock.heartbeat.forget
     sparse, dense_for = sparse_parameters(model), why_dense(plan)
     tables = sparse if dense_for is None else {}
@@ -278,7 +285,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     observer = StepMeter() if options.meters else options.observer
     stepper = Stepper(optimizer, job, exact=exact, narrow=mesh.device.type in RECORDERS and not exact)
-    updater = Updater(optimizer, job, observer, strategy, sharded_model, stepper=stepper)
+    updater = Updater(optimizer, job, observer, strategy, sharded_model, stepper=stepper, matrix_owners=matrix_owners)
     order = order_of(data, job, job.length)
     if job.sampler is not None and job.sampler.unequal and (plan.layout.pipeline > 1 or plan.serves):
         raise JobError(
@@ -360,6 +367,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *without_optimizer([optimizer], parameters.named),
         *(f"{name}: its gradient is dense in spite of sparse=True, with {dense_for}" for name in sparse if dense_for),
         *_notes_on_tables(tables, optimizer),
+        *unsuited(optimizer, model),
     )
     # Options that have no effect, or another one.
     if options.bad_samples and mapped_source is None:
@@ -425,7 +433,6 @@ def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple
             )
     parameters = Parameters(sharded_model.model)
     optimizer = build_optimizer(job.optimizer, parameters)
-    refuse_on_parts(optimizer, sharded_model)
     if plan.serves:
         refuse_served(optimizer)
     sharded_model.hooks.take(sharded_model.model)  # the optimizer's function may have registered some

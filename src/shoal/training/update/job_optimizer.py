@@ -28,15 +28,17 @@ from shoal.errors import JobError, ShoalError, text_of
 from shoal.jobs.user_errors import place_of, traceback_of
 from shoal.parallel.model.sharded_model import ShardedModel
 
-# Optimizers that need whole matrices. On a part of a matrix they compute something else.
-_ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
+# Optimizers that compute other values from a part of a parameter than from the whole, by the names of their classes.
+_ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars")
 
 
 class Parameters(list[nn.Parameter]):
     """Trainable parameters of this rank, each once; empty if all parameters of the rank's stages are frozen."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+    def __init__(self, model: nn.Module, named: list[tuple[str, nn.Parameter]] | None = None) -> None:
+        """Set the parameters: the model's own, or `named` in their place."""
+        own = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+        self._named = own if named is None else named
         super().__init__(p for _, p in self._named)
         if not any(p.requires_grad for p in model.parameters()):
             raise JobError(
@@ -142,8 +144,8 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
             given=f"optimizer {type(optimizer).__name__}, with parameters that are cut over ranks (ZeRO-2 or ZeRO-3)",
             conflict="it keeps state in a form of its own (8-bit codes with scales, say), which torch does not combine "
             f"with a part of a parameter (a DTensor){place_of(error)}",
-            remedy='use the data axis or shard.level = "optimizer", which leave parameters whole; or an optimizer '
-            "whose state has the shape of the parameter, as torch.zeros_like(parameter)",
+            remedy='write needs = "matrix" in its class, so that one rank steps each parameter whole; or use an '
+            "optimizer whose state has the shape of the parameter, as torch.zeros_like(parameter)",
         )
         refusal.traceback_text = traceback_of(error)
         return refusal
@@ -158,16 +160,39 @@ class _Nothing(list[nn.Parameter]):
         self.named: Iterator[tuple[str, nn.Parameter]] = iter(())
 
 
-def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
-    """Refuse an optimizer that is known to need whole parameters if some are cut over ranks. Raises: JobError."""
-    cut = next((name for name, p in sharded_model.parameters() if not sharded_model.part(name, p).is_whole), None)
-    kind = next((name for part in parts(optimizer).values() if (name := type(part).__name__) in _ON_MATRICES), None)
-    if cut is not None and kind is not None:
-        raise JobError(
-            given=f"optimizer {kind}, with {cut} cut over ranks",
-            conflict="its step needs the whole parameter, and computes other values from a part",
-            remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
-        )
+def on_matrices(optimizer: Any) -> list[nn.Parameter]:
+    """Return the parameters of those parts of an optimizer that are known to need whole parameters.
+
+    They are known by the class's name or one of its bases' names, or by the class attribute `needs = "matrix"`.
+    """
+    return [
+        p
+        for part in parts(optimizer).values()
+        if getattr(part, "needs", "") == "matrix"
+        or not {k.__name__ for k in type(part).__mro__}.isdisjoint(_ON_MATRICES)
+        for group in part.param_groups
+        for p in group["params"]
+    ]
+
+
+def unsuited(optimizer: Any, model: nn.Module) -> list[str]:
+    """Return a note on parameters that Muon updates though it is not meant for them, or an empty list.
+
+    They are embeddings, the last layer with a matrix, and parameters of one dim.
+    """
+    every = parts(optimizer).values()
+    muons = [g for part in every if "Muon" in type(part).__name__ for g in part.param_groups if g.get("use_muon", True)]
+    of_muon = {id(p) for group in muons for p in group["params"]}
+    weights = [(m, w) for m in model.modules() if isinstance(w := getattr(m, "weight", None), Tensor) and w.ndim == 2]
+    ends = {id(w) for m, w in weights if isinstance(m, nn.Embedding) or m is weights[-1][0]}
+    unfit = [name for name, p in model.named_parameters() if id(p) in of_muon and (id(p) in ends or p.ndim < 2)]
+    if not unfit:
+        return []
+    names = ", ".join(unfit[:8]) + (f" and {len(unfit) - 8} others" if len(unfit) > 8 else "")
+    return [
+        f"Muon updates {names}: it is meant for the matrices between embedding and last layer; AdamW usually trains "
+        "embeddings, the last layer, norms and biases better"
+    ]
 
 
 def without_optimizer(optimizers: Iterable[Any], named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -216,7 +241,7 @@ def refuse_divided(
         )
     if with_modes(optimizer) and not all(updates(p) for _, p in model.parameters() if p.requires_grad):
         raise JobError(
-            given=f'optimizer {kind}, which has train() and eval(), with shard.level = "optimizer"',
+            given=f"optimizer {kind}, which has train() and eval(), with an update that is divided by parameters",
             conflict="each rank would get evaluation weights of the parameters that it updates alone",
             remedy="use the data axis alone, or another shard.level",
         )

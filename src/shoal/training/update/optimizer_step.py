@@ -53,6 +53,7 @@ from shoal.training.observer import Observer
 from shoal.training.update.closure import Closure, needs_closure
 from shoal.training.update.job_optimizer import refuse_divided, step_error
 from shoal.training.update.lr_schedule import Schedule
+from shoal.training.update.matrix_owners import MatrixOwners
 
 # One kernel over all parameters replaces several passes over each parameter: a step of SGD with momentum on 5.8 M
 # parameters reads and writes half as much.
@@ -570,12 +571,15 @@ class Updater:
         *,
         exact: bool = False,
         stepper: Stepper | None = None,
+        matrix_owners: MatrixOwners | None = None,
     ) -> None:
         """Prepare the update, and divide the optimizer's parameters by the strategy's division of the update.
 
         `exact`: use the kernels of the optimizer's own defaults. `stepper`: replaces the default Stepper.
+        `matrix_owners`: step whole the parameters that they own.
         """
         self.optimizer, self._sharded_model = optimizer, sharded_model
+        self._matrix_owners = matrix_owners
         self._division, self._compression = strategy.update_division, strategy.compression
         self._hooks = sharded_model.hooks
         for part in parts(optimizer).values():
@@ -650,7 +654,8 @@ class Updater:
                 lambda loss, weight: self._mean_gradient(loss, weight, loss_scale, progress, skips=False),
             )
         step = functools.partial(self.stepper.step, progress.step, refuse_noise=self._divides_state, closure=closure)
-        self._division.update(step)
+        owners = self._matrix_owners
+        self._division.update(step if owners is None else lambda: owners.step(self.optimizer, step))
         if self._has_sparse:
             make_states_dense(self.optimizer)
         if self._compression is not None:  # the withheld part of the gradients changes only now

@@ -19,8 +19,8 @@ from shoal.checkpoint.whole_optimizer import is_hooked, is_torchs, step_optimize
 from shoal.errors import JobError
 from shoal.numerics.generators import all_generators
 from shoal.numerics.no_trace import NoTrace
-from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.update.job_optimizer import Parameters, build_optimizer
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlice
+from shoal.training.update.job_optimizer import Parameters, build_optimizer, on_matrices
 
 # Maximum elements of a stand-in, and minimum size of a dim that was scaled down to get there.
 _MOST_ELEMENTS, _LEAST_DIM = 1 << 11, 8
@@ -63,12 +63,13 @@ class OptimizerTrial:
         self.name = ""  # class name of the optimizer after a trial; empty for torch's own classes
         self._like = {name: (p, _small(shapes[name])) for name, p in parameters if p.requires_grad}
 
-    def differing(self, own: Mapping[str, Own]) -> str | None:
-        """Return the first parameter that gets other values on a rank with only its `own` parts, or None.
+    def differing(self, own: Mapping[str, Own]) -> list[str]:
+        """Return the parameters that get other values on a rank with only its `own` parts.
 
-        None also means unknown: the optimizer raises on stand-ins, or draws random numbers, which the first step
-        detects.
+        None of them also means unknown: the optimizer raises on stand-ins, or draws random numbers, which the first
+        step detects.
         """
+        names: dict[str, None] = {}
         for wide in (True, False):  # not every optimizer computes in float64
             whole, part = self.steps(wide=wide), self.steps(own, wide=wide)
             if not (whole and part):
@@ -79,9 +80,9 @@ class OptimizerTrial:
                     rounding = _ROUNDINGS * torch.finfo(value.dtype).eps * _largest(wanted)
                     far = _TOLERANCE * _largest(wanted - before) + rounding
                     if own[name].updated and _largest((value - wanted)[value != wanted]) > far:
-                        return name
-            return None
-        return None
+                        names[name] = None
+            break
+        return list(names)
 
     def steps(self, own: Mapping[str, Own] | None = None, *, wide: bool = True) -> Steps:
         """Return the values after each trial step, or an empty list if they are unknown.
@@ -147,43 +148,68 @@ def _largest(values: Tensor) -> float:
     return float(magnitudes.max()) if len(magnitudes) else 0.0
 
 
+def needing_whole(optimizer: torch.optim.Optimizer, make: Callable[[Any], Any], model: ShardedModel) -> list[str]:
+    """Return this rank's parameters that are cut over ranks, of which the optimizer needs the whole.
+
+    The optimizer is known to (see `on_matrices`), or a trial finds it. torch's own optimizers need no trial. Steps that
+    need all parameters together are left to torch's DTensors, or refused.
+    """
+    known = {id(p) for p in on_matrices(optimizer)}
+    trained = ((name, p) for name, p in model.parameters() if p.requires_grad)
+    cut = {name: p for name, p in trained if any(own.get(name) is not None for own in model.by_rank)}
+    needs_whole = {name for name, p in cut.items() if id(p) in known}
+    if cut and not is_plain(optimizer):
+        trial, own = _trial(make, model), _own(model, lambda p: True)
+        own |= {name: Own(tuple(_cut_dims(model.part(name, p)))) for name, p in cut.items() if name not in needs_whole}
+        differing = trial.differing(own)
+        if differing and not trial.differing({name: Own() for name in list(own)[::2]}):
+            needs_whole.update(differing, (name for name, p in cut.items() if 1 in p.shape))  # one row cannot be tried
+    return [name for name in cut if name in needs_whole]
+
+
 def refuse_divided_steps(
     optimizer: torch.optim.Optimizer,
     make: Callable[[Any], Any],
     model: ShardedModel,
     updates: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Raise JobError for an optimizer that computes other values from this rank's parts than from all parameters.
+    """Raise JobError for an optimizer that needs all parameters together, if this rank updates a part of them.
 
-    `updates`: returns True if this rank updates a parameter. torch's own optimizers are exempt: see `refuse_on_parts`.
+    `updates`: returns True if this rank updates a parameter. torch's own optimizers are exempt.
     """
     if is_plain(optimizer):
         return
-    parts, absent = model.division.parts, model.absent()
-    named = [(name, p) for name, p in model.model.named_parameters() if p.requires_grad]
-    own = {}
-    for name, p in named:
-        if name not in absent:
-            part = parts.get(name)
-            sizes = zip(part.local_shape, part.shape, strict=True) if part is not None else ()
-            own[name] = Own(tuple(dim for dim, (here, size) in enumerate(sizes) if here != size), updates(p))
-    if len(own) == len(named) and all(one == Own() for one in own.values()):
+    own, absent = _own(model, updates), model.absent()
+    lacks = any(p.requires_grad and name in absent for name, p in model.model.named_parameters())
+    if not lacks and all(one == Own() for one in own.values()):
         return
-    trial = OptimizerTrial(make, named, model.shapes(), model.mesh.device)
-    differing = trial.differing(own)
-    if differing is None:
-        return
-    one_by_one = trial.differing({name: Own() for name in list(own)[::2]}) is None
-    raise JobError(
-        given=f"optimizer {type(optimizer).__name__}, with a layout in which "
-        + (f"a rank has a part of {differing}" if one_by_one else "a rank updates a part of the parameters"),
-        conflict=f"from that part alone a step computes other values of {differing}: it needs "
-        + ("the whole parameter" if one_by_one else "all parameters together")
-        + ", for example for a norm or a product of matrices",
-        remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole'
-        if one_by_one
-        else 'use the data axis, one parameter server, or shard.level = "gradients" or "parameters"',
-    )
+    differing = _trial(make, model).differing(own)
+    if differing:
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, with a layout in which a rank updates a part of the "
+            "parameters",
+            conflict=f"from that part alone a step computes other values of {differing[0]}: it needs all parameters "
+            "together, for example for a norm",
+            remedy='use the data axis, one parameter server, or shard.level = "gradients" or "parameters"',
+        )
+
+
+def _trial(make: Callable[[Any], Any], model: ShardedModel) -> OptimizerTrial:
+    return OptimizerTrial(make, model.model.named_parameters(), model.shapes(), model.mesh.device)
+
+
+def _own(model: ShardedModel, updates: Callable[[nn.Parameter], bool]) -> dict[str, Own]:
+    """Return this rank's parts of trainable parameters. DTensors, and parameters with an owner, count as whole."""
+    parts, owners = model.division.parts, model.division.owners
+    return {
+        name: Own(tuple(_cut_dims(parts[name])) if name in parts and name not in owners else (), updates(p))
+        for name, p in model.parameters()
+        if p.requires_grad
+    }
+
+
+def _cut_dims(part: TensorSlice) -> Iterator[int]:
+    return (dim for dim, (here, size) in enumerate(zip(part.local_shape, part.shape, strict=True)) if here != size)
 
 
 def refuse_read(

@@ -278,3 +278,17 @@ def test_images_with_their_channels_last_take_what_was_measured_of_them() -> Non
     told = [predictor.predict(each).terms["compute"] for each in (first, last, first)]
     assert told == pytest.approx([0.8, 0.08, 0.8])
     assert Costs(predictor, core).floor(8.0, 1, 1, 1) <= 0.08 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "level"), [({"shard": 4}, "parameters"), ({"shard": 4}, "gradients"), ({"tensor": 4}, "optimizer")]
+)
+def test_whole_parameters_go_to_their_owners_and_back(layout: dict[str, int], level: str) -> None:
+    """A rank has 8 MB of 32: it sends three quarters of values and gradients, and receives as many values."""
+    made = work(batch=8)
+    whole = replace(made, profile=replace(made.profile, optimizer_whole=8_000_000))
+    times = [
+        Predictor(one, cluster(4), QUIET).predict(plan(layout=layout, shard={"level": level})).terms["optimizer"]
+        for one in (made, whole)
+    ]
+    assert times[1] - times[0] == pytest.approx(3 * 8e6 * 3 / 4 / 1e10)

@@ -17,6 +17,7 @@ from shoal.training.update.job_optimizer import (
     refuse_divided,
     refuse_served,
     step_error,
+    unsuited,
     without_optimizer,
 )
 
@@ -162,3 +163,12 @@ def test_parameters_of_no_group_are_named() -> None:
     (said,) = without_optimizer([some], parameters.named)
     assert said.startswith("no optimizer updates 0.bias, 2.bias, which require a gradient")
     assert without_optimizer([build_optimizer(Within, parameters)], parameters.named) == []
+
+
+def test_what_muon_is_not_meant_for_is_named() -> None:
+    made = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    every = build_optimizer(lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), Parameters(made))
+    (said,) = unsuited(every, made)
+    assert said.startswith("Muon updates 0.weight, 2.weight: it is meant for the matrices between")
+    assert unsuited(build_optimizer(lambda p: torch.optim.Muon([made[1].weight]), Parameters(made)), made) == []
+    assert unsuited(build_optimizer(torch.optim.AdamW, Parameters(made)), made) == []

@@ -226,6 +226,9 @@ class TraceRecorder(Observer):
         if sharded_model.divides_state:
             self._trace.optimizer = merged_optimizers(sharded_model.mesh.gather_json(self._trace.optimizer))
         self._trace.divided = sharded_model.divided
+        if sharded_model.divided:
+            names = sharded_model.mesh.gather_json(list(sharded_model.division.owners))
+            self._trace.owned = sorted(set().union(*names))
         if not sharded_model.divided and sharded_model.divides_state:
             updates = self._strategy.update_division.updates
             self._trace.updates[self._rank] = [name for name, p in self._named if updates(p)]

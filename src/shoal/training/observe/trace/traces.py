@@ -67,6 +67,7 @@ class StepTrace:
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     updates: dict[int, list[str] | None] = field(default_factory=dict)  # names by rank; None: every parameter
     divided: bool = False  # whether ranks have parts of the model
+    owned: list[str] = field(default_factory=list)  # cut parameters that one rank updates whole
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -149,7 +150,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
 
 
-FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
+FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided", "owned")
 
 
 def write(folder: Path, trace: StepTrace, rank: int) -> None:
