@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.habits import optimizers as habits
-from safetensors.torch import load_file
 from tests.launching import EXAMPLES, Run, run, run_all
 from tests.ranks.test_relayout import plan
 from tests.usual import needs_zero23, parametrize
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint.pieces import fill
+from shoal.checkpoint.store import Store
+from shoal.parallel.model.sharded_model import TensorSlice
 from shoal.training.observe.trace.traces import read
 from shoal.training.setup import engine
 from shoal.training.setup.preflight import judged
@@ -165,7 +167,12 @@ def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None], tmp_p
 
 
 def optimizer_of(out: Path, step: int) -> dict[str, Tensor]:
-    return load_file(out / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
+    saved = Store(out / "checkpoints").open(step)
+    known = saved.document["tensors"]["optimizer"]
+    whole = {path: TensorSlice.whole(entry["shape"]) for path, entry in known.items()}
+    slices = {path: (part, torch.empty(part.shape)) for path, part in whole.items()}
+    fill(saved, "optimizer", slices)
+    return {path: tensor for path, (_, tensor) in slices.items()}
 
 
 def trained(out: Path, sections: dict[str, dict[str, Any]], *more: str) -> dict[str, Tensor]:
