@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
+from tests.usual import parametrize
 
 FILES = {block.split("\n", 1)[0][2:]: block for block in blocks("python", (ROOT / "docs" / "models.md").read_text())}
 NEEDS = {"bert_job.py": "transformers", "keras_job.py": "keras"}
@@ -19,7 +20,7 @@ def test_every_block_is_a_file() -> None:
     assert set(FILES) == set(NEEDS)
 
 
-@pytest.mark.parametrize("name", FILES)
+@parametrize("name", FILES, usual=["bert_job.py"])
 def test_verified_on_two_ranks(name: str, tmp_path: Path) -> None:
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -53,6 +53,7 @@ def test_by_the_launcher_and_later_by_a_scheduler(number: int, tmp_path: Path) -
         assert_saved(started, gate, 75)
 
 
+@pytest.mark.slow
 def test_by_a_scheduler_and_later_by_torchruns_agent(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate", 6)
     wanted = Run(

@@ -50,6 +50,7 @@ def test_a_plan_from_a_process_substitution(tmp_path: Path) -> None:
     assert "pipe:[" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     """Only lines of shoal are printed while a rank waits; torch's own attempts print 40 lines each."""
     with socket.socket() as closed:

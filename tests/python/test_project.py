@@ -44,6 +44,7 @@ def test_a_module_that_python_loads_before_shoal(project: Path) -> None:
     assert resumed.fails(2).message.given == "other code in patches.py: (other lines)"
 
 
+@pytest.mark.slow
 def test_its_own_test(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     with start_command(command, project / "run", cwd=project, fresh=True) as started:

@@ -307,6 +307,7 @@ def test_a_script_without_its_guard(command: list[str], tmp_path: Path) -> None:
     assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_under_torchrun(undisturbed: Ended, tmp_path: Path) -> None:
     """Each process of the program has its main block, and starts one rank, of a job that no file has."""
     body = """

@@ -10,6 +10,7 @@ import torch
 from tests.conformance.cases import job as small
 from tests.jobs.buffered import Kinds, Recomputed, plain
 from tests.launching import JOBS, Run, run, run_all, start_command
+from tests.usual import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.ranks
 JOB = JOBS / "buffered.py"
 
 
-@pytest.mark.parametrize("kind", [Kinds, Recomputed])
+@parametrize("kind", [Kinds, Recomputed], ids=["rules", "recomputed"], usual=["rules"])
 def test_every_rule_gives_the_value_of_whole_batches(kind: type[Kinds], tmp_path: Path) -> None:
     """Of two epochs whose last batches are short; one buffer begins to change in a later step."""
     wanted = plain(kind(), epochs=2)

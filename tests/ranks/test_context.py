@@ -325,6 +325,7 @@ def test_what_cannot_be_divided_is_refused(name: str, tmp_path: Path) -> None:
         in_ranks(2, work, tmp_path / "ranks")
 
 
+@pytest.mark.slow
 def test_eager_attention_of_transformers_is_refused(tmp_path: Path) -> None:
     case = hugging_face("Llama/ForCausalLM", attn_implementation="eager", **SIZES)
     case()
@@ -357,6 +358,7 @@ def test_the_run_of_one_process(name: str) -> None:
     assert verdict.verified, verdict.render()
 
 
+@pytest.mark.slow
 def test_a_llama_is_that_of_one_process() -> None:
     llama()  # imports here what each rank would import for itself
     plan = shoal.Plan().with_sections(layout={"context": 2})

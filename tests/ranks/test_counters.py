@@ -242,6 +242,7 @@ def test_groups_in_shared_memory_count_the_same(job: Any, sections: dict[str, An
         assert {"shard", "data", "tensor"} & found["traffic"].keys()
 
 
+@pytest.mark.slow
 def test_parts_of_sequences_keep_less(tmp_path: Path) -> None:
     """Of each block: the residual sums that the norms take, and dropout's masks, twice each; of 8 positions 4."""
     plain, parts = (

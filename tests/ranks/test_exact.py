@@ -90,7 +90,7 @@ def test_data_workers_change_no_bit(tmp_path: Path) -> None:
     assert_one_run(ends)
 
 
-@pytest.mark.parametrize("job", ["both", "averaged"])
+@parametrize("job", ["both", "averaged"], usual=["both"])
 def test_an_optimizer_of_optimizers_goes_on_with_its_whole_state(job: str, tmp_path: Path) -> None:
     """Its rates, its state, and the weights that its `eval` gives are those of an undisturbed run on any layout."""
     path = f"{JOBS / 'composed.py'}:{job}"

@@ -48,12 +48,10 @@ def under(name: str, layout: str, folder: Path) -> Ended:
         ("rolled", "zero 3"),
     ],
     usual=[
-        "hooked-grain by grain",
         "hooked-zero 3",
         "hooked-pipeline",
         "masked-data",
         "kept-zero 2",
-        "rolled-zero 3",
     ],
 )
 def test_has_the_weights_of_a_plain_loop(name: str, layout: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-USUAL = ("ZeRO-3", "tensor")
+USUAL = ("ZeRO-3",)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in USUAL else SLOW) for name in LAYOUTS])

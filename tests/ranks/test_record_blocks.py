@@ -16,6 +16,7 @@ from shoal.runs.run_files import read_run
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.slow
 def test_a_killed_run_counts_each_step_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, records, saved = tmp_path / "run", tmp_path / "run" / "records.jsonl", 10_050
     arguments = ("--checkpoint-every", str(saved), "--no-source")

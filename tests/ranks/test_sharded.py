@@ -107,8 +107,13 @@ def in_ranks(
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.Adagrad, lr=0.01)])
-@pytest.mark.parametrize("layout", [{"shard": 2}, {"data": 2, "shard": 2}])
+@parametrize(
+    "optimizer",
+    [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.Adagrad, lr=0.01)],
+    ids=["AdamW", "Adagrad"],
+    usual=["AdamW"],
+)
+@parametrize("layout", [{"shard": 2}, {"data": 2, "shard": 2}], usual=["{'data': 2, 'shard': 2}"])
 def test_each_rank_holds_the_state_of_its_own_parameters(
     optimizer: Any, layout: dict[str, int], tmp_path: Path
 ) -> None:

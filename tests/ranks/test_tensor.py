@@ -552,6 +552,7 @@ def test_logits_that_are_used_otherwise_than_they_were_are_gathered(tmp_path: Pa
     assert in_ranks(2, work, tmp_path / "ranks") == [KEPT, KEPT]
 
 
+@pytest.mark.slow
 def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
     def case() -> tuple[nn.Module, Any, Any]:
         model, _, batch = llama()
@@ -562,7 +563,8 @@ def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
     assert told[0]["lm_head"] == KEPT
 
 
-@parametrize("by", [False, True], usual=["True"])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [False, True])
 def test_an_evaluation_of_torchs_own_encoder(by: bool, tmp_path: Path) -> None:
     """In evaluation it has a kernel that takes the weights of its layers and does not call them."""
 
@@ -688,6 +690,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
     assert verdict.verified, verdict.render()
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Path) -> None:
     job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}

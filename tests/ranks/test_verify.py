@@ -55,7 +55,7 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
     assert "exact" in ended.stdout
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("job", "code", "said"),
     [
         ("ragged", 1, "a mean over tokens or samples taken for a sum"),
@@ -65,6 +65,8 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
         ("unseeded", 2, "module last came out differently"),
         ("outside", 1, "do not follow from Job(seed): construct the module inside model()"),
     ],
+    ids=["ragged", "bare", "seeded", "tied late", "unseeded", "outside"],
+    usual=["ragged", "seeded", "unseeded"],
 )
 def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path: Path) -> None:
     ended = verify(f"planted.py:{job}", tmp_path / "verify", "--devices", "2")

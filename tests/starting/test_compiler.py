@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 # A fresh process, since this one may have loaded the compiler already.
 PRELUDE = """
     import sys, torch
@@ -46,6 +48,7 @@ def test_torchs_own_optimizers_step_without_the_compiler_which_still_imports_aft
     assert python(code).splitlines() == said
 
 
+@pytest.mark.slow
 def test_an_outline_is_made_without_it_and_imports_what_the_constructor_asks_for() -> None:
     code = """
         from functools import partial

@@ -66,6 +66,7 @@ def test_values_load_without_torch() -> None:
     assert run.stdout.split() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which other systems lack")
 def test_memory_of_the_host_is_not_that_of_the_program_that_started_this_one() -> None:
     program = "import torch; from shoal.training.observer import peak_memory_bytes as p; print(p(torch.device('cpu')))"

@@ -136,7 +136,7 @@ _COMMANDS = {
 }
 
 
-@parametrize("name", list(_COMMANDS), usual=["start that fails", "verify", "watch", "show", "compare", "evaluate"])
+@parametrize("name", list(_COMMANDS), usual=["start that fails", "verify", "compare"])
 def test_lines_fit_and_none_is_there_twice(folder: Path, name: str, tmp_path: Path) -> None:
     words, expected = _COMMANDS[name]
     for way in (in_pipe, in_terminal):
