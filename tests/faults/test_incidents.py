@@ -89,6 +89,7 @@ def test_a_data_worker_that_dies_or_hangs(how: str, tmp_path: Path) -> None:
     assert_same(ended, run(Run(f"{JOB}:rows", tmp_path / "undisturbed", 1, True)).expect(0))
 
 
+@pytest.mark.slow
 def test_a_data_worker_that_is_stopped_before_its_first_sample(tmp_path: Path) -> None:
     """Its dataset may take minutes to load, but not while it is stopped."""
     variables = {"TEST_STOP": str(tmp_path / "stopped")}

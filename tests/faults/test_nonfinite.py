@@ -91,6 +91,7 @@ def test_rollback_goes_back_and_leaves_the_step_out(tmp_path: Path) -> None:
     assert_named(back.records[NAN_STEP - 1]["nonfinite"])
 
 
+@pytest.mark.slow
 def test_rollback_over_several_steps(tmp_path: Path) -> None:
     """From step 4, the newest checkpoint; steps 5 to 7 are trained twice and recorded once."""
     variables = {"TEST_NAN": "106", "TEST_POLICY": "rollback"}

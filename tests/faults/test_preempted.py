@@ -190,7 +190,7 @@ def test_the_launcher_killed(undisturbed: Ended, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@parametrize("number", [signal.SIGTERM, signal.SIGINT], usual=["2"])
 def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path: Path) -> None:
     """The gate stays shut: the step in hand never ends, and a second signal does not wait for it."""
     gate, out = Gate(tmp_path / "gate", random_step(f"twice {number}")), tmp_path / "run"
@@ -251,7 +251,7 @@ OFTEN = ("--evaluate-every", "4")
     ("devices", "layout", "step"),
     [(1, "", 7), (2, "", 7), (2, "shard=2", 7), (2, "pipeline=2", 7), (1, "", 15)],
     ids=["one", "two", "sharded", "stages", "after the last step"],
-    usual=["one", "sharded"],
+    usual=["one"],
 )
 def test_asked_to_stop_in_an_evaluation(devices: int, layout: str, step: int, tmp_path: Path) -> None:
     """The evaluation is left before the next chunk, and a resume has it again; one rank alone may get the signal."""

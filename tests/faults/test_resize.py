@@ -59,6 +59,7 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
         assert "no run trains there now" in asked.wait().fails(2).stderr
 
 
+@pytest.mark.slow
 def test_a_wish_that_came_before_a_loss_is_heeded_after_it(undisturbed: Ended, tmp_path: Path) -> None:
     gate, out = Gate(tmp_path / "gate", 5), tmp_path / "run"
     with start(Run(JOB, out, 2, True, environment=gate.environment, restarts=5)) as started:

@@ -79,6 +79,7 @@ def test_a_full_disk_loses_the_oldest_checkpoint_first(layout: str, tmp_path: Pa
     assert all(" bytes) was removed early" in event["done"] for event in events)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_all_checkpoints_that_are_to_stay(tmp_path: Path) -> None:
     wanted = Run(WIDE, tmp_path / "disk" / "run", 1, True, (*EVERY_STEP, "--keep-checkpoints", "all"))
     ended = on_small_disk(wanted).expect(73)

@@ -280,7 +280,8 @@ PLANNED: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@parametrize("name", PLANNED, usual=["1f1b, zero 3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
 def test_what_autograd_keeps_is_what_the_plan_said(name: str, tmp_path: Path) -> None:
     sections, off = PLANNED[name]
     # A tensor axis takes the GPT's attention for a pair, the transformer's not.

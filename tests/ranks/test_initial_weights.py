@@ -48,7 +48,7 @@ def test_one_hash_on_one_two_and_three_processes(first: Ended, tmp_path: Path) -
         assert f"initial weights: {noted['taken']} tensors of a checkpoint of step 4" in one.stdout
 
 
-@parametrize("layout", LAYOUTS, usual=["ZeRO-3", "tensor", "pipeline", "servers"])
+@parametrize("layout", LAYOUTS, usual=["ZeRO-3", "pipeline"])
 def test_every_layout_begins_with_them(layout: str, first: Ended, tmp_path: Path) -> None:
     """What it has before its first step is, bit by bit, what the other run ended with."""
     arguments = (*plan(tmp_path / "plan.toml", LAYOUTS[layout]), "--steps", "1")

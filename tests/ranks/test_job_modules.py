@@ -51,7 +51,8 @@ def test_one_import_path_everywhere(tmp_path: Path) -> None:
         folder = tmp_path / f"seen-{devices}"
         folder.mkdir()
         seeing = {"SEEN": str(folder)}
-        wanted = Run(target, tmp_path / f"run-{devices}", devices, True, environment=seeing, cwd=project, fresh=True)
+        out, fresh = tmp_path / f"run-{devices}", devices == 1
+        wanted = Run(target, out, devices, True, environment=seeing, cwd=project, fresh=fresh)
         ended.append(run(wanted).expect(0).result["weights_sha256"])
         seen += [json.loads(file.read_text(encoding="utf-8")) for file in folder.iterdir()]
     assert ended[0] == ended[1]
