@@ -61,6 +61,7 @@ def test_a_killed_run_counts_each_step_once(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)[0]["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_choice_of_all_records(tmp_path: Path) -> None:
     out = tmp_path / "run"
     wanted = Run(JOBS / "many_steps.py", out, arguments=("--records", "all", "--steps", "10030", "--no-source"))
