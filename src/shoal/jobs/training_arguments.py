@@ -325,7 +325,9 @@ def _mistakes(
     strategy = _name(args.train_sampling_strategy)
     if strategy not in _SAMPLING:
         conflict = "the order of samples is a function of seed, epoch and step"
-        yield f"train_sampling_strategy={strategy!r}", conflict, 'write "random" or "sequential"'
+        by_length = "replace(job, shuffle=None, sampler=shoal.ByLength(lengths))" if "length" in strategy else ""
+        remedy = 'write "random" or "sequential"' + (by_length and f'; for batches by length "random" and {by_length}')
+        yield f"train_sampling_strategy={strategy!r}", conflict, remedy
     if optimizer is None:
         try:
             kind, _ = _trainers_optimizer(args)

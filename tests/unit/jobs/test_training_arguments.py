@@ -47,7 +47,7 @@ def test_numbers() -> None:
         ({"devices": None}, "devices=1 makes global_batch=8, devices=8 64"),
         ({"neftune_noise_alpha": 5.0, "dataloader_drop_last": True}, "add the noise in model()"),
         ({"neftune_noise_alpha": 5.0, "dataloader_drop_last": True}, "every sample of an epoch is trained"),
-        ({"train_sampling_strategy": "group_by_length"}, "the order of samples is a function"),
+        ({"train_sampling_strategy": "group_by_length"}, "sampler=shoal.ByLength(lengths)"),
         (
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             "no function of the step alone",
