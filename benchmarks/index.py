@@ -46,6 +46,7 @@ GROUPS = {
         Row("planted_scripts", "2026-11-29", TWO_CORES, ("planted_scripts.md", "planted_scripts.json")),
         Row("verification", "2026-11-21", TWO_CORES, ("verify_results.md",)),
         Row("loss_curves", "2026-11-21", TWO_CORES, ("loss_curves.md", "loss_curves.svg", "loss_curves.json")),
+        Row("samplers", "2026-11-30", TWO_CORES, ("samplers.md", "samplers.json")),
         Row("gradient_norm", "2026-11-22", "2 cores with AVX-512"),
         Row("verify_cost", "2026-11-21", "2 cores with AVX2"),
     ),
