@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def check(monkeypatch: pytest.MonkeyPatch, megabytes: float, plan: Plan, kind: Any = torch.optim.Adam) -> None:
     monkeypatch.setattr(memory_check, "usable_memory_bytes", lambda: int(megabytes * 1e6))
     division = SimpleNamespace(own_bytes=lambda num_bytes: num_bytes)
-    strategy: Any = SimpleNamespace(update_division=division)
+    strategy: Any = SimpleNamespace(update_division=division, sparse=())
     refuse_too_large(plan, strategy, Parameters(MODEL), kind(MODEL.parameters(), lr=0.1), CPU)
 
 
