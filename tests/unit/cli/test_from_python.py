@@ -199,6 +199,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),
     "step": (["--step", "compiled"], {"step": "compiled"}),
+    "shares": (["--shares", "by-speed"], {"shares": "by-speed"}),
     "init_rename": (["--init-rename", "a=b", "--init-rename", "c=d"], {"init_rename": {"a": "b", "c": "d"}}),
     "layout": (["--layout", "data=2"], {"layout": "data=2"}),
     "cluster": (["--cluster", "8xH100"], {"cluster": "8xH100"}),

@@ -234,6 +234,11 @@ EXCLUDED = [
 ]
 EXCLUDED += [
     (
+        of(layout={"data": 2, "shares": [3, 2, 1]}, batch={"grains_per_microbatch": 1}),
+        "layout.shares = [3, 2, 1], layout.data = 2",
+        "layout.shares with a number for each of these ranks",
+    ),
+    (
         of(layout={"data": 2}, collectives={"compression": "int8"}, execution={"exact": True}),
         'collectives.compression = "int8", execution.exact = true',
         'collectives.compression = "none", or execution.exact = false',

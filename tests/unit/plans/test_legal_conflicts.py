@@ -46,6 +46,7 @@ EXCLUDED = [
     (served(precision={"compute": "float16", "loss_scale": "dynamic"}), "precision.loss_scale", "bfloat16"),
     (served(memory={"shared": True}), "memory.shared = true", "memory.shared = false"),
     (served(data={"workers": 2}), "data.workers = 2", "data.workers = 0"),
+    (served(layout={"data": 2, "shares": [2, 1]}), "layout.shares = [2, 1]", "no layout.shares"),
 ]
 
 

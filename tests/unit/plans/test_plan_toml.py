@@ -29,7 +29,12 @@ def literal(section: str, key: str) -> st.SearchStrategy[Any]:
 PLANS = st.fixed_dictionaries(
     {
         "schema": st.just(1),
-        "layout": st.fixed_dictionaries(dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), DEGREES)),
+        "layout": st.fixed_dictionaries(
+            {
+                **dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), DEGREES),
+                "shares": st.lists(DEGREES, max_size=3),
+            }
+        ),
         "batch": st.fixed_dictionaries({"grains_per_microbatch": st.integers(0, 10**6)}),
         "shard": st.fixed_dictionaries(
             {"level": literal("shard", "level"), "reduce": literal("shard", "reduce"), "offload": st.booleans()}

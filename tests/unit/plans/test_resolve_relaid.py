@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.plans.plan import Plan
+from shoal.plans.plan import AXES, Plan
 from shoal.plans.resolve import relaid
 
 
@@ -17,7 +17,7 @@ def plan(**layout: int) -> Plan:
 
 def degrees(found: Plan) -> dict[str, int]:
     """Those above one."""
-    return {axis: degree for axis, degree in found.layout.model_dump().items() if degree > 1}
+    return {axis: found.layout.degree(axis) for axis in AXES if found.layout.degree(axis) > 1}
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,7 @@ def test_what_was_chosen_for_other_degrees_is_left_open() -> None:
     assert relaid(old, 1).pipeline == Plan().pipeline
     assert relaid(old, 4) == old
     assert relaid(old, 8).pipeline == old.pipeline
+
+
+def test_other_devices_begin_with_equal_shares() -> None:
+    assert relaid(Plan().with_sections(layout={"data": 2, "shares": [2, 1]}), 3).layout.shares == ()

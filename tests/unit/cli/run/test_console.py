@@ -19,7 +19,7 @@ from shoal.runs.request import RunRequest, What, Where
 
 def said(plan: Plan, label: str = "devices", resumed: int | None = None, **settings: Any) -> str:
     notes: list[str] = []
-    job = SimpleNamespace(global_batch=16, num_grains=8, grain_size=2)
+    job = SimpleNamespace(global_batch=16, num_grains=8, grain_size=2, sampler=None)
     engine: Any = SimpleNamespace(
         plan=plan,
         mesh=SimpleNamespace(device=torch.device("cpu")),
