@@ -254,7 +254,9 @@ class _Fetcher(Dataset[Any]):
             keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:
             return Fetched(self.source.fetch(request.ids, keys))
-        return self.source.tolerant(self.quarantine, request.ids, keys)
+        return self.source.tolerant(
+            self.quarantine, request.ids, keys, random_key(self.order.seed, "data", request.step)
+        )
 
     def __getitem__(self, request: _Request) -> Any:
         """Fetch in a worker process. Errors are returned as values, since raised ones would lose their fields."""

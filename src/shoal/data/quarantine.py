@@ -63,10 +63,13 @@ class Quarantine:
 
 
 class TolerantReader:
-    """Reader of samples that replaces each unreadable sample by another one, drawn at random from its key."""
+    """Reader of samples that replaces each unreadable sample by another one, drawn at random.
 
-    def __init__(self, source: SampleSource, quarantine: Quarantine) -> None:
-        self._source, self._quarantine = source, quarantine
+    `step_key`: key of the draws. It is of the step, since a sample that a step reads twice has one replacement.
+    """
+
+    def __init__(self, source: SampleSource, quarantine: Quarantine, step_key: int) -> None:
+        self._source, self._quarantine, self._step_key = source, quarantine, step_key
         self.replaced: dict[int, int] = {}
         self.bad: dict[int, str] = {}
 
@@ -97,9 +100,8 @@ class TolerantReader:
                 except DataError as error:
                     _refuse_shortage(error)
                     self.bad[candidate] = error.conflict.split("\n")[0]
-            draw = random_key(key, "in place of", wanted, attempt)
-            candidate = draw % len(self._source)
-            seed_everything(draw)
+            candidate = random_key(self._step_key, "in place of", wanted, attempt) % len(self._source)
+            seed_everything(random_key(key, "in place of", wanted, attempt))
         else:
             raise DataError(
                 given=f"sample {wanted} of {self._source.name}, in the place of which others were drawn",

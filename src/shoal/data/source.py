@@ -96,9 +96,9 @@ class MapSource(ABC):
     def looked_at(self, ids: Ids, quarantine: Quarantine | None = None) -> Any:
         """Return the batch of some samples for a probe. The dataset and the generators are restored afterwards."""
         with self.looks():
-            return self.fetch([ids], [0]) if quarantine is None else self.tolerant(quarantine, [ids], [0]).batch
+            return self.fetch([ids], [0]) if quarantine is None else self.tolerant(quarantine, [ids], [0], 0).batch
 
-    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
+    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int], step_key: int) -> Fetched:
         """Fetch as `fetch`, with replacements for unreadable samples. The base class needs none. Raises: DataError."""
         return Fetched(self.fetch(grains, keys))
 
@@ -181,8 +181,8 @@ class SampleSource(MapSource):
             samples += self.read(ids.tolist())
         return collate_samples(self._collate, samples, self.name, [i for ids in grains for i in ids.tolist()])
 
-    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
-        reader, samples = TolerantReader(self, quarantine), []
+    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int], step_key: int) -> Fetched:
+        reader, samples = TolerantReader(self, quarantine, step_key), []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
             samples += reader.grain(ids.tolist(), key)
@@ -520,13 +520,17 @@ _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor
 _ENDLESS = 1 << 62
 
 
-def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> Opened:
+def take_apart(
+    name: str, loader: Any, collate: Collate | None, global_batch: int | None, job_sampler: Sampler | None = None
+) -> Opened:
     """Extract the data source and the reading options from a DataLoader. `shuffle` is None for a stream.
 
     `global_batch`: the required batch size; None accepts any.
     Raises: DataError that lists everything in the loader that shoal cannot reproduce, and as `source_of`.
     """
     mistakes: list[Mistake] = []
+    if job_sampler is not None and job_sampler.unequal:
+        global_batch = None
     batch_sampler, own = loader.batch_sampler, loader.collate_fn
     sampler = getattr(batch_sampler, "sampler", loader.sampler)
     size = loader.batch_size
@@ -576,7 +580,8 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
             dataset, way = order
             own_order = way if isinstance(way, Sampler) else None
             shuffle = way if isinstance(way, bool) else None
-            num_samples = len(dataset) if own_order is None else own_order.draws(len(dataset))
+            drawn = job_sampler or own_order
+            num_samples = len(dataset) if drawn is None else drawn.draws(len(dataset))
             if drops and size and num_samples % size:
                 whole = num_samples - num_samples % size
                 mistakes.append(
@@ -613,7 +618,13 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
 
 
 def open_data(
-    name: str, data: Any, collate: Collate | None, global_batch: int | None = None, shuffle: bool | None = None
+    name: str,
+    data: Any,
+    collate: Collate | None,
+    global_batch: int | None = None,
+    shuffle: bool | None = None,
+    *,
+    sampler: Sampler | None = None,
 ) -> Opened:
     """Open a dataset, tensors, a stream, a DataLoader, or a function that returns one of these.
 
@@ -621,6 +632,7 @@ def open_data(
         name: the data's name in messages.
         global_batch: the required batch size of a DataLoader; None accepts any.
         shuffle: the user's setting.
+        sampler: the job's.
 
     Raises: DataError if the data are empty, unsupported, contradictory or could not be built.
     """
@@ -628,7 +640,7 @@ def open_data(
         return data
     data = built(name, data)
     if isinstance(data, DataLoader) or all(hasattr(data, mark) for mark in _MARKS):
-        source = take_apart(name, data, collate, global_batch)
+        source = take_apart(name, data, collate, global_batch, sampler)
     else:
         # Another library's loader yields batches and hides the samples.
         is_sized = hasattr(data, "__iter__") and hasattr(data, "__len__") and not hasattr(data, "__getitem__")
@@ -674,13 +686,9 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 
 def opened(job: Job) -> Job:
     """Return the job with opened training data and a resolved `shuffle`. Raises: DataError, as `open_data`."""
-    data = begun(open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle))
-    if isinstance(job.sampler, Mixture) and job.train_data is not job.sampler and job.train_data is not data:
-        raise JobError(
-            given="train_data, and sampler=shoal.Mixture(...)",
-            conflict="a mixture reads its own datasets",
-            remedy="leave train_data out, or give it to the mixture as a dataset with a name and a weight",
-        )
+    data = begun(
+        open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle, sampler=job.sampler)
+    )
     return in_its_order("train_data", data, replace(job, train_data=data))
 
 
@@ -737,6 +745,13 @@ def in_its_order(name: str, data: Opened, job: Job) -> Job:
             given=f"{given}, and {name}: a DataLoader with shuffle=True or a sampler",
             conflict="both set the order of the samples",
             remedy=f"leave {given} out, or write DataLoader(...) without a sampler and without shuffle",
+        )
+    read = getattr(data.source.data, "datasets", ())
+    if isinstance(sampler, Mixture) and list(map(id, read)) != list(map(id, sampler.datasets.values())):
+        raise JobError(
+            given=f"{name}, and sampler=shoal.Mixture(...)",
+            conflict="a mixture reads its own datasets",
+            remedy=f"give the mixture itself as {name}; a further dataset belongs in it with a name and a weight",
         )
     sampler.check(len(data.source))
     return replace(job, sampler=sampler)

@@ -1,13 +1,16 @@
 """Samples that cannot be read: which are read in their places, and what is drawn at random then."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.unit.data.test_loader import Noisy, microbatches, order
 
+import shoal
 from shoal.data.loader import DataRank, MapLoader
+from shoal.data.order import Order
 from shoal.data.source import MapSource, open_data, small_batch
 from shoal.errors import DataError
 
@@ -21,10 +24,12 @@ class Together(Noisy):
         return [self[i] for i in ids]
 
 
-def tolerant(data: Noisy, most: int = 3, rank: int = 0, ranks: int = 1, workers: int = 0) -> MapLoader:
+def tolerant(
+    data: Noisy, most: int = 3, rank: int = 0, ranks: int = 1, workers: int = 0, how: Order = HOW
+) -> MapLoader:
     source = open_data("train_data", data, None).source
     assert isinstance(source, MapSource)
-    return MapLoader(source, HOW, DataRank(rank, ranks), workers, pin_memory=False, bad_samples=most)
+    return MapLoader(source, how, DataRank(rank, ranks), workers, pin_memory=False, bad_samples=most)
 
 
 def rows(one: MapLoader, per: int, step: int = 1) -> torch.Tensor:
@@ -56,6 +61,16 @@ def test_what_was_read_is_in_the_digest_and_can_be_read_again() -> None:
     (whole,) = microbatches(tolerant(Noisy(broken=BROKEN)), 1)
     assert [i for ids in whole.read_ids for i in ids.tolist()] == whole.batch[:, 0].tolist()
     assert torch.equal(torch.cat([part.batch for part in whole.split()]), whole.batch)
+
+
+def test_a_sample_that_a_step_reads_twice_has_one_replacement() -> None:
+    how = replace(HOW, sampler=shoal.Weighted([1.0, 1.0] + 48 * [0.0]))
+    whole = rows(tolerant(Noisy(broken=0), how=how), 4)
+    (one,) = microbatches(tolerant(Noisy(broken=0), how=how), 1)
+    assert [i for ids in one.read_ids for i in ids.tolist()] == whole[:, 0].tolist()
+    assert len(set(whole[:, 0].tolist())) == 2
+    words = [m.words for rank in range(3) for m in microbatches(tolerant(Noisy(broken=0), 3, rank, 3, how=how), 1)]
+    assert [sum(part) for part in zip(*words, strict=True)] == one.words
 
 
 def test_with_worker_processes() -> None:
