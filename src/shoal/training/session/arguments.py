@@ -205,6 +205,12 @@ class Training:
             "allow_state",
         )
 
+        if getattr(self.sampler, "unequal", False):
+            raise JobError(
+                given="Session(sampler=shoal.TokenBudget(...))",
+                conflict="a Session's steps have global_batch samples",
+                remedy="write sampler=shoal.ByLength(lengths), or train a shoal.Job",
+            )
         fields_of_job = {name: getattr(self, name) for name in own}
         return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **fields_of_job)
 

@@ -20,11 +20,12 @@ from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
 from shoal.distributed.mesh import together
 from shoal.errors import JobMismatchError, RunDirectoryError, StorageError, say_note
+from shoal.jobs.job import Job
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import FEW_GRAINS
-from shoal.runs.directory import claim
+from shoal.runs.directory import RunDirectory, claim, read_json
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.optimizers import Groups, as_one
@@ -39,14 +40,21 @@ class Resumed:
     older: bool = False
 
 
-def resumed(training: Training) -> Resumed:
-    """Return the training of the newest readable checkpoint."""
+def resumed(training: Training, job: Job) -> Resumed:
+    """Return the training of the newest readable checkpoint. Raises: JobMismatchError for another sampler."""
     if not training.resume or training.checkpoints is None:
         return Resumed()
     store = Store(Path(training.checkpoints))
     for step in reversed(store.steps()):
         with contextlib.suppress(ManifestError):
             run = store.open(step).document["run"]
+            before, sampler = read_json(RunDirectory(Path(training.checkpoints)).job), job.describe().get("sampler")
+            if before is not None and before.get("sampler") != sampler:
+                raise JobMismatchError(
+                    given=f"a Session with sampler {sampler}",
+                    conflict=f"the training to resume has sampler {before.get('sampler')}",
+                    remedy="give the sampler that it began with, or start anew with another checkpoints=",
+                )
             return Resumed(
                 run.get("grains") or FEW_GRAINS, older=not (run.get("computation") or {}).get("by_hash", False)
             )

@@ -217,10 +217,13 @@ class Session:
         if self.mesh.rank == 0:
             warn_of(self._prepared.without_optimizer())
         how = self.training.collate, self.training.global_batch, self.training.shuffle
-        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *how)))
+        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *how, sampler=self._job.sampler)))
         self._job = together(self.mesh, lambda: in_its_order("dataset", data, self._job))
+        refuse_differences(self.mesh, {"job": self._job.describe()})  # also the sampler of a DataLoader
         compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
-        before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
+        before = decided_by_rank_0(
+            self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training, self._job)
+        )
         if self._judged is None:
             self._job = replace(self._job, grains=before.grains)
             chosen = decided_by_rank_0(
