@@ -112,6 +112,13 @@ class Updated:
         }
 
 
+class WithArguments(Updated):
+    """A metric whose class alone is not enough."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+
+
 def texts(outputs: list[str], targets: dict[str, Any]) -> float:
     assert outputs == [f"{score:.2f}" for score in SCORES.tolist()]
     assert targets["few"] == [[target] * target for target in TARGETS.tolist()]
@@ -202,6 +209,8 @@ def test_seven_metrics_and_the_loss_take_one_forward() -> None:
         ({"a": shoal.over_all(auroc, outputs=lambda model, batch: model(batch[0])[None])}, "pad them to one shape"),
         ({"a": shoal.over_all(auroc, outputs=lambda model, batch: object())}, "outputs of type object"),
         ({"a": shoal.over_all(auroc, outputs=lambda model, batch: model(batch[0]).sum())}, "which has no rows"),
+        ({"a": lambda m, b: shoal.over_all(f1, m(b[0]), b[1]) if len(b[0]) > 1 else (1.0, 1)}, "a pair for others"),
+        ({"a": lambda model, batch: shoal.over_all(f1, model(batch[0]))}, "without targets"),
     ],
 )
 def test_wrong_results_are_refused(metrics: Mapping[Any, Any], said: str) -> None:
@@ -209,6 +218,10 @@ def test_wrong_results_are_refused(metrics: Mapping[Any, Any], said: str) -> Non
         evaluated(metrics, alone(torch.device("cpu")))
     with pytest.raises(JobError, match="it takes a function of all outputs and targets"):
         shoal.over_all(0.5)
+    with pytest.raises(JobError, match=r"give an object: shoal.over_all\(WithArguments"):
+        shoal.over_all(WithArguments)
+    with pytest.raises(JobError, match="without reset"):
+        shoal.over_all(type("Lasting", (), {"update": print, "compute": print})())
 
 
 def test_a_function_that_needs_more_samples_than_a_verification_evaluates_has_no_value() -> None:

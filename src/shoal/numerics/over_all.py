@@ -52,6 +52,12 @@ class OverAll:
 
     def rows(self) -> tuple[Any, Any]:
         """Return copies of the outputs and targets on the CPU. Raises: JobError for what cannot be sent to rank 0."""
+        if self.outputs is None or self.targets is None:
+            raise JobError(
+                given="shoal.over_all without outputs or without targets, in a metric of your own",
+                conflict="there it takes the outputs and the targets of the batch",
+                remedy="write shoal.over_all(metric, outputs, targets)",
+            )
         return _plain("outputs", self.outputs), _plain("targets", self.targets)
 
 
@@ -77,7 +83,8 @@ def over_all(metric: Any, outputs: Any = None, targets: Any = None) -> OverAll:
         float32; beyond 64 MiB each is a mapped temporary file.
 
     Raises:
-        JobError: If `metric` is neither a function nor has `update` and `compute`.
+        JobError: If `metric` is neither a function nor has `update`, `compute` and `reset`, or is a class with
+            arguments.
 
     Example:
         metrics={"auroc": shoal.over_all(roc_auc_score, outputs=lambda model, batch: model(batch[0])[:, 1])}
@@ -88,6 +95,21 @@ def over_all(metric: Any, outputs: Any = None, targets: Any = None) -> OverAll:
             conflict="it takes a function of all outputs and targets, or an object with update and compute",
             remedy="write shoal.over_all(sklearn.metrics.roc_auc_score), say",
         )
+    if is_metric_object(metric):
+        try:
+            metric = metric() if isinstance(metric, type) else metric
+        except TypeError as error:
+            raise JobError(
+                given=f"shoal.over_all({metric.__name__})",
+                conflict=f"a class is called without arguments, and it raised {error}",
+                remedy=f"give an object: shoal.over_all({metric.__name__}(...))",
+            ) from error
+        if not callable(getattr(metric, "reset", None)):
+            raise JobError(
+                given=f"shoal.over_all of a {type(metric).__name__} without reset()",
+                conflict="each evaluation begins with an object without samples",
+                remedy="define reset(self), which removes the samples",
+            )
     return OverAll(metric, outputs, targets)
 
 
@@ -100,7 +122,7 @@ def begun(metric: Any, files: ExitStack) -> Any:
     """Return an object with `update(outputs, targets)` and `compute()` without samples. `files` closes its files."""
     if not is_metric_object(metric):
         return AllRows(metric, files)
-    own = metric() if isinstance(metric, type) else copy.deepcopy(metric)
+    own = copy.deepcopy(metric)
     own.reset()
     parts: Any = own.cpu().modules() if isinstance(own, nn.Module) else ()
     for part in parts:

@@ -178,11 +178,23 @@ class Evaluator:
             rounds = _Rounds(self._mesh, between, self._divided or self._syncs_every_microbatch)
         with contextlib.closing(Frames()) as rows:
             computed = collectively(self._mesh, self._divided, lambda: self._computed(model, rounds=rounds, rows=rows))
+            kinds = {
+                "pairs": [name for call in self._calls for name in call.pairs],
+                "over": [name for call in self._calls for name in names_of_metrics(call.over)],
+            }
             gathered = self._mesh.gather_json(
-                {**computed, "left": rounds is not None and rounds.left, "rows": len(rows)}
+                {**computed, **kinds, "left": rounds is not None and rounds.left, "rows": len(rows)}
             )
             if any(part["left"] for part in gathered):
                 raise EvaluationLeftError
+            pairs, rowwise = ({name for part in gathered for name in part[kind]} for kind in kinds)
+            if pairs & rowwise:
+                raise JobError(
+                    given=f"metric {', '.join(sorted(pairs & rowwise))}, which returned shoal.over_all(...) for some "
+                    "batches and a pair for others",
+                    conflict="its value would be of a part of the samples",
+                    remedy="return shoal.over_all(...) for each batch, or a pair for each",
+                )
             refuse_other_samples(self._name, [part["first"] for part in gathered])
             self._heartbeat.enter("away")
             over, most_rows = dict[str, float](), max(part["rows"] for part in gathered)

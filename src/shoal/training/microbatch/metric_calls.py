@@ -29,6 +29,7 @@ class MetricCall:
     """Function of (model, batch) that returns the total and the weight of each metric in `names`, one after the other.
 
     `rows`: those of metrics over all samples, by key. `over`: the metrics that take them.
+    `pairs`: names of metrics that returned a total and a weight.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class MetricCall:
         self.names = names_of_metrics(keys)
         self.what = "loss" if self.names == ["loss"] else f"metric {', '.join(map(repr, self.names))}"
         self.over: dict[MetricKey, Any] = {}
+        self.pairs: set[str] = set()
         self.rows: list[dict[MetricKey, Any]] = []
 
     def __call__(self, model: Any, batch: Any) -> tuple[Tensor | float, ...]:
@@ -51,6 +53,7 @@ class MetricCall:
                 by_name = _named(f"metrics[{key!r}]", key, result)
             for name, value in by_name.items():
                 if not isinstance(value, OverAll):
+                    self.pairs.add(str(name))
                     numbers += check_pair("loss" if name == "loss" else f"metric {name!r}", value)
                     continue
                 if self._in_stages and name not in self.over:
