@@ -102,7 +102,7 @@ JOB: Table = {
         changed("sampler of tokens, global_batch"), "leave global_batch out"
     ),
     "sampler: and shuffle": Refuses(changed("sampler, shuffle"), "both set the order of the samples"),
-    "sampler: of other data": Refuses(changed("sampler of other data"), "63 samples, and train_data of 64"),
+    "sampler: of other data": Refuses(changed("sampler of other data"), "63 samples, and a dataset of 64"),
     "on_nonfinite: skip": Acts(changed("skip"), PLAIN, lambda ended: ended.result["skipped_steps"], 1),
     "on_nonfinite": Acts(changed("skip"), changed("rollback"), lambda ended: "rolled back" in ended.said, False),
     "fuse": Acts(changed("fuse"), PLAIN, forwards, 2),

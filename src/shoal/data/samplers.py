@@ -13,26 +13,40 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.order import BLOCK, GOLDEN_WORD, Ids, Order, Sampler, from_blocks, permute, shuffled, uniforms
-from shoal.errors import JobError
+from shoal.errors import JobError, UserCodeError, text_of
 from shoal.jobs.job import Progress
+from shoal.jobs.user_errors import place_of
 from shoal.plans.grains import Grain, random_key
 
 _WORDS = 1 << 64
 # Terms of the series of the logarithm. Its argument is at most 0.172, so the next term is below half a unit of float64.
 _TERMS = 11
+# Largest part of interleaved data whose passes are sorted instead of permuted.
+_FEW = 256
+# Numbers of progress at which ranks and a resume compare a curriculum.
+_COMPARED = 16
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """Return values as an array, also those of a tensor on a GPU, of bfloat16 or with a gradient."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values)
 
 
 def _numbers(given: str, values: Any, least: float = 0.0) -> npt.NDArray[np.float64]:
     """Return a copy of one number per sample. Raises: JobError for other shapes and for numbers below `least`."""
     try:
-        numbers = np.array(np.asarray(values), dtype=np.float64)
-    except (TypeError, ValueError):
+        array = _array(values)
+        numbers = np.empty(0) if np.iscomplexobj(array) else np.array(array, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError):
         numbers = np.empty(0)
     if numbers.ndim != 1 or not len(numbers) or not (np.isfinite(numbers) & (numbers >= least)).all():
         raise JobError(
             given=f"shoal.{given} of {type(values).__name__} {values!r:.60}",
             conflict="it takes one finite number for each sample" + (", of at least 0" if least == 0.0 else ""),
-            remedy="give a list, an array or a tensor of one dim, with a number for each sample of train_data",
+            remedy="give a list, an array or a tensor of one dim, with a number for each sample",
         )
     return numbers
 
@@ -40,10 +54,15 @@ def _numbers(given: str, values: Any, least: float = 0.0) -> npt.NDArray[np.floa
 def _fits(given: str, count: int, num_samples: int) -> None:
     if count != num_samples:
         raise JobError(
-            given=f"sampler={given} of {count} samples, and train_data of {num_samples}",
+            given=f"sampler={given} of {count} samples, and a dataset of {num_samples}",
             conflict="the sampler has one value for each sample",
-            remedy="make the values from the dataset that train_data returns",
+            remedy="make the values from the dataset that is trained on",
         )
+
+
+def _counts(value: Any) -> bool:
+    """Return whether a value is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _digest(values: npt.NDArray[Any]) -> str:
@@ -66,16 +85,27 @@ class Weighted(Sampler):
     def __init__(self, weights: Any, replacement: bool = True, num_samples: int | None = None) -> None:
         self.weights: npt.NDArray[np.float64] = _numbers("Weighted(weights)", weights)
         self.replacement = replacement
+        if not isinstance(replacement, bool) or not (num_samples is None or _counts(num_samples)):
+            raise JobError(
+                given=f"shoal.Weighted(replacement={replacement!r:.40}, num_samples={num_samples!r:.40})",
+                conflict="replacement is True or False, and an epoch has a whole number of draws",
+                remedy="write shoal.Weighted(weights, replacement=True, num_samples=1000), say",
+            )
         # Sequential sums are the same on every machine. torch.multinomial refuses more than 2^24 categories.
         self._sums = np.cumsum(self.weights)
         drawn = int(np.count_nonzero(self.weights))
         self._draws = num_samples if num_samples is not None else len(self.weights) if replacement else drawn
-        if not 0.0 < self._sums[-1] < math.inf or not 0 < self._draws <= (math.inf if replacement else drawn):
+        if not 0.0 < self._sums[-1] < math.inf:
             raise JobError(
-                given=f"shoal.Weighted(replacement={replacement}, num_samples={num_samples}) of {drawn} weights above "
-                f"0, with the sum {self._sums[-1]:g}",
-                conflict="an epoch draws at least one sample, and without replacement each sample once",
-                remedy="give weights with a finite sum above 0, and write replacement=True or a smaller num_samples",
+                given=f"shoal.Weighted(weights) with the sum {self._sums[-1]:g}",
+                conflict="probabilities are in proportion to a sum that is finite and above 0",
+                remedy="give at least one weight above 0, and weights with a finite sum",
+            )
+        if not replacement and self._draws > drawn:
+            raise JobError(
+                given=f"shoal.Weighted(replacement=False, num_samples={num_samples}), weights above 0: {drawn}",
+                conflict="without replacement an epoch draws each sample once",
+                remedy=f"write replacement=True, or num_samples={drawn} at most",
             )
 
     def draws(self, num_samples: int) -> int:
@@ -153,7 +183,11 @@ class _Interleaved(Sampler):
             places, size = np.flatnonzero(parts == part), self._sizes[part]
             low, high = (_below(begin, offset, bound) for bound in self._bounds[part : part + 2])
             passes, within = np.divmod(np.arange(high - low, high - low + len(places)), size)
-            for number in np.unique(passes).tolist() if size > 1 else ():
+            if size <= _FEW:  # many passes in a block, all at once: the order of random numbers
+                first, last = int(passes[0]), int(passes[-1]) + 1
+                drawn = uniforms(first * size, last * size, random_key(seed, "interleaved", part))
+                within = np.argsort(drawn.reshape(-1, size), axis=1, kind="stable")[passes - first, within]
+            for number in np.unique(passes).tolist() if size > _FEW else ():
                 own = passes == number
                 within[own] = permute(within[own], size, random_key(seed, "interleaved", part, number))
             ids[places] = self._starts[part] + within
@@ -197,14 +231,17 @@ class Balanced(_Interleaved):
     """
 
     def __init__(self, labels: Any) -> None:
-        labels = np.asarray(labels)
-        if labels.ndim != 1 or not len(labels):
+        try:
+            array = _array(labels)
+            if array.ndim != 1 or not len(array) or (array.dtype.kind == "f" and np.isnan(array).any()):
+                raise ValueError
+            _, classes, counts = np.unique(array, return_inverse=True, return_counts=True)
+        except (TypeError, ValueError, RuntimeError):
             raise JobError(
-                given=f"shoal.Balanced(labels) of shape {list(labels.shape)}",
-                conflict="it takes one class for each sample",
-                remedy="give a list, an array or a tensor of one dim",
-            )
-        _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+                given=f"shoal.Balanced(labels) of {type(labels).__name__} {labels!r:.60}",
+                conflict="it takes one class for each sample: numbers other than NaN, or strings",
+                remedy="give a list, an array or a tensor of one dim; None is no class, write -1, say",
+            ) from None
         self._members, self._labels = np.argsort(classes, kind="stable"), _digest(classes)
         super().__init__(counts, np.ones(len(counts)))
 
@@ -214,6 +251,16 @@ class Balanced(_Interleaved):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "balanced", "labels": self._labels}
+
+
+def _has_samples(data: Any) -> bool:
+    """Return whether data are a map-style dataset that is not empty."""
+    if isinstance(data, tuple | Mapping):  # tensors that belong together, whose length is not the number of samples
+        return False
+    try:
+        return hasattr(data, "__getitem__") and len(data) > 0
+    except Exception:  # a length that cannot be read
+        return False
 
 
 class Mixture(_Interleaved):
@@ -233,14 +280,11 @@ class Mixture(_Interleaved):
     def __init__(self, datasets: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         if not isinstance(datasets, Mapping) or not isinstance(weights, Mapping) or set(datasets) != set(weights):
             raise JobError(
-                given=f"shoal.Mixture({list(datasets)}, {list(weights)})",
+                given=f"shoal.Mixture({datasets!r:.60}, {weights!r:.60})",
                 conflict="each dataset has a name and a weight of that name",
                 remedy='write shoal.Mixture({"web": web, "code": code}, {"web": 3, "code": 1}), say',
             )
-        listed = (tuple, Mapping)  # tensors that belong together, whose length is not the number of samples
-        odd = [
-            n for n, one in datasets.items() if isinstance(one, listed) or not hasattr(one, "__len__") or not len(one)
-        ]
+        odd = [name for name, one in datasets.items() if not _has_samples(one)]
         shares = _numbers("Mixture(..., weights)", [weights[name] for name in datasets])
         if odd or not shares.all():
             raise JobError(
@@ -282,7 +326,7 @@ class ByLength(Sampler):
 
     def __init__(self, lengths: Any, window: int = 50) -> None:
         self.lengths, self.window = _numbers("ByLength(lengths)", lengths), window
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not _counts(window):
             raise JobError(
                 given=f"shoal.ByLength(window={window!r})",
                 conflict="a window is a number of global batches",
@@ -328,7 +372,7 @@ class TokenBudget(Sampler):
 
     def __init__(self, lengths: Any, tokens: int) -> None:
         self.lengths, self.tokens = _numbers("TokenBudget(lengths)", lengths), tokens
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        if not _counts(tokens):
             raise JobError(
                 given=f"shoal.TokenBudget(tokens={tokens!r})",
                 conflict="a step has a number of tokens",
@@ -338,7 +382,7 @@ class TokenBudget(Sampler):
         if longer:
             raise JobError(
                 given=f"shoal.TokenBudget(lengths, tokens={tokens})",
-                conflict=f"{len(longer)} samples are longer than a step: {', '.join(map(str, longer[:8]))}",
+                conflict=f"samples longer than a step: {', '.join(map(str, longer[:8]))} ({len(longer)} in all)",
                 remedy="cut these samples or leave them out of the dataset and of lengths, or give more tokens",
             )
         # The mean of an epoch, for which a step is planned. It may not depend on the job's seed.
@@ -366,8 +410,8 @@ class TokenBudget(Sampler):
         """Return a sentence with the numbers of samples in the first epoch's steps."""
         sizes = np.diff(self.bounds(order, 0))
         return (
-            f"steps of {self.tokens} tokens at most have {sizes.min()} to {sizes.max()} samples, {sizes.mean():.1f} on "
-            "average"
+            f"steps of {self.tokens} tokens at most have {sizes.min()} to {sizes.max()} samples in the first epoch, "
+            f"{sizes.mean():.1f} on average"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -418,14 +462,28 @@ class Curriculum(Sampler):
             self._count(Progress(step, 1, step * num_samples), num_samples)
 
     def _count(self, progress: Progress, num_samples: int) -> int:
-        fraction = self.f(progress)
-        if not isinstance(fraction, int | float | np.number) or not 0.0 < fraction <= 1.0:
+        return math.ceil(self._fraction(progress) * num_samples)
+
+    def _fraction(self, progress: Progress) -> float:
+        try:
+            fraction = self.f(progress)
+        except Exception as error:
+            raise UserCodeError(
+                given=f"shoal.Curriculum(f), whose f({float(progress):.3g}) was called",
+                conflict=f"it raised {type(error).__name__}: {text_of(error)}{place_of(error)}",
+                remedy="mend f, which takes a shoal.Progress",
+            ) from error
+        try:
+            number = math.nan if isinstance(fraction, str) else float(fraction)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if not 0.0 < number <= 1.0:
             raise JobError(
                 given=f"shoal.Curriculum(f), whose f({float(progress):.3g}) is {fraction!r:.40}",
                 conflict="it is the fraction of the samples to draw from, above 0 and at most 1",
                 remedy="write shoal.Curriculum(lambda progress: min(1.0, 0.2 + 2 * progress)), say",
             )
-        return math.ceil(fraction * num_samples)
+        return number
 
     def ids(self, order: Order, epoch: int, start: int, stop: int) -> Ids:
         step = order.first_step(epoch) + start // order.global_batch
@@ -435,4 +493,7 @@ class Curriculum(Sampler):
         return ids if self._easiest is None else self._easiest[ids]
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "curriculum", "difficulty": None if self.difficulty is None else _digest(self.difficulty)}
+        # Rounded, since functions such as exp differ by a unit between machines.
+        some = [round(self._fraction(Progress(step, _COMPARED - 1, step)), 9) for step in range(_COMPARED)]
+        own = {"difficulty": None if self.difficulty is None else _digest(self.difficulty)}
+        return {"kind": "curriculum", "f": some, **own}

@@ -354,7 +354,8 @@ def _callables(job: Job) -> Iterator[Mistake]:
         names = names_of_metrics(job.metrics)
         for name, metric in job.metrics.items():
             if not callable(metric):
-                yield f"metrics[{name!r}]={metric!r:.40}", "a metric is called", "give (model, batch) -> sums"
+                write = "give (model, batch) -> sums, or shoal.over_all(metric)"
+                yield f"metrics[{name!r}]={metric!r:.40}", "a metric is called", write
             elif name == "loss":
                 yield "metrics['loss']", "the job's own loss is reported under that name", "rename it"
             elif isinstance(name, tuple) and "loss" in name and job.outputs is not None:
@@ -434,7 +435,7 @@ def _others(job: Job) -> Iterator[Mistake]:
         if getattr(job.sampler, "unequal", False):
             if job.global_batch != job.sampler.global_batch:
                 given = f"sampler=shoal.TokenBudget(...), global_batch={job.global_batch}"
-                yield given, "both set the samples of a step", "leave global_batch out; a Session has no TokenBudget"
+                yield given, "both set the samples of a step", "leave global_batch out"
             if isinstance(job.length, Samples) or job.outputs is not None or job.batch_norm == "batch":
                 given = f"sampler=shoal.TokenBudget(...) with length={job.length}, outputs or batch_norm='batch'"
                 write = "give Epochs or Steps, and leave outputs and batch_norm out"

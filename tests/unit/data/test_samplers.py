@@ -34,6 +34,9 @@ SAMPLERS: dict[str, Sampler] = {
 }
 
 
+OTHER_F = shoal.Curriculum(lambda progress: 0.1 + 0.8 * progress, difficulty=-LENGTHS)
+
+
 def order(sampler: Any, length: Length | None = None, batch: int = 16, seed: int = 3, count: int = N) -> Order:
     return Order(sampler.draws(count), batch, 8, seed, True, length or Epochs(3), sampler)
 
@@ -200,11 +203,24 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no weights": (lambda: shoal.Weighted([]), "one finite number for each sample"),
     "text": (lambda: shoal.Weighted(["a"]), "one finite number for each sample"),
     "negative": (lambda: shoal.Weighted([1, -1]), "of at least 0"),
-    "zeros": (lambda: shoal.Weighted([0, 0]), "0 weights above 0"),
+    "zeros": (lambda: shoal.Weighted([0, 0]), "with the sum 0"),
+    "complex": (lambda: shoal.Weighted(torch.ones(3, dtype=torch.complex64)), "one finite number for each sample"),
+    "half a draw": (lambda: shoal.Weighted([1, 1], num_samples=2.5), "a whole number of draws"),
+    "text of a draw": (lambda: shoal.Weighted([1, 1], num_samples="3"), "a whole number of draws"),
+    "true draws": (lambda: shoal.Weighted([1, 1], num_samples=True), "a whole number of draws"),
+    "text of False": (lambda: shoal.Weighted([1, 1], replacement="False"), "True or False"),
     "too many": (lambda: shoal.Weighted([1, 0], False, 2), "replacement=True"),
-    "other length": (lambda: opened(made(sampler=shoal.Weighted([1, 2]))), "of 2 samples, and train_data of 203"),
+    "other length": (lambda: opened(made(sampler=shoal.Weighted([1, 2]))), "of 2 samples, and a dataset of 203"),
     "window": (lambda: shoal.ByLength([1, 2], 0), "window=0"),
-    "labels": (lambda: shoal.Balanced([[1], [2]]), r"of shape \[2, 1\]"),
+    "labels": (lambda: shoal.Balanced([[1], [2]]), "one class for each sample"),
+    "no label": (lambda: shoal.Balanced([1, None]), "one class for each sample"),
+    "NaN": (lambda: shoal.Balanced([1.0, float("nan")]), "numbers other than NaN"),
+    "no mixture": (lambda: shoal.Mixture(None, {"a": 1}), "each dataset has a name"),
+    "set": (lambda: shoal.Mixture({"a": {1, 2}}, {"a": 1}), "not map-style"),
+    "mistake in f": (
+        lambda: opened(made(sampler=shoal.Curriculum(lambda p: 1 / p))),
+        "ZeroDivisionError.*test_samplers",
+    ),
     "names": (lambda: shoal.Mixture({"a": [1]}, {"b": 1}), "each dataset has a name"),
     "tensors": (lambda: shoal.Mixture({"a": ([1], [2])}, {"a": 1}), "not map-style"),
     "weight 0": (lambda: shoal.Mixture({"a": [1], "b": [2]}, {"a": 1, "b": 0}), "never read"),
@@ -212,7 +228,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no function": (lambda: shoal.Curriculum(0.5), "a function of the progress"),
     "fraction": (lambda: opened(made(sampler=shoal.Curriculum(lambda p: 2 * p))), r"f\(0\) is 0"),
     "batch": (lambda: made(sampler=shoal.TokenBudget(LENGTHS, 2000)), "leave global_batch out"),
-    "long sample": (lambda: shoal.TokenBudget([5, 90, 7, 80], 60), "2 samples are longer than a step: 1, 3"),
+    "long sample": (lambda: shoal.TokenBudget([5, 90, 7, 80], 60), r"longer than a step: 1, 3 \(2 in all\)"),
     "tokens": (lambda: shoal.TokenBudget([5], 0), "tokens=0"),
     "whole batch": (
         lambda: made(sampler=shoal.TokenBudget(LENGTHS, 2000), global_batch=None, length=Samples(9)),
@@ -231,9 +247,25 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
         build()
 
 
+def test_values_of_tensors_of_any_kind() -> None:
+    values = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    assert shoal.Weighted(values).weights.tolist() == [1.0, 2.0]
+    assert shoal.Balanced(values).describe() == shoal.Balanced([5, 6]).describe()
+    curriculum = shoal.Curriculum(lambda progress: torch.tensor(0.5))
+    assert step_ids(order(curriculum), 0).max() < N / 2 + 1
+
+
+def test_a_loader_has_any_batch_beside_a_budget() -> None:
+    data = torch.utils.data.DataLoader(torch.zeros(N, 1), batch_size=7)
+    job = opened(made(train_data=data, sampler=shoal.TokenBudget(LENGTHS, 2000), global_batch=None))
+    assert len(job.train_data.source) == N
+    whole = torch.utils.data.DataLoader(torch.zeros(N, 1), batch_size=16, drop_last=True)
+    opened(made(train_data=whole, sampler=shoal.Weighted(np.ones(N), num_samples=160)))
+
+
 def test_a_resume_compares_the_sampler() -> None:
     described = [
         made(sampler=sampler, train_data=None if callable(sampler) else [1]).describe()
-        for sampler in (*SAMPLERS.values(), shoal.Weighted(np.arange(N) % 6), shoal.ByLength(LENGTHS, 4))
+        for sampler in (*SAMPLERS.values(), shoal.Weighted(np.arange(N) % 6), shoal.ByLength(LENGTHS, 4), OTHER_F)
     ]
     assert len({str(one["sampler"]) for one in described}) == len(described)

@@ -127,7 +127,7 @@ def test_draws_with_replacement_and_by_weight_hold() -> None:
         opened(job(train_data=DataLoader(ROWS, 4, sampler=weighted), shuffle=True))
     with pytest.raises(DataError, match="an evaluation reads every sample once"):
         open_evaluation("eval_data", DataLoader(ROWS, 4, sampler=weighted), None)
-    with pytest.raises(JobError, match="of 3 samples, and train_data of 12"):
+    with pytest.raises(JobError, match="of 3 samples, and a dataset of 12"):
         opened(job(train_data=DataLoader(ROWS, 4, sampler=WeightedRandomSampler([1.0] * 3, 12))))
 
 

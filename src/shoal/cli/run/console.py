@@ -185,7 +185,8 @@ def introduce(
     microbatches = several(-(-share // per), "microbatch")
     reporter.note(f"  grains      {job.num_grains} ({each}; {why_grains})")
     computes = f"a rank computes up to {share} grains, {per} at a time ({microbatches})"
-    reporter.note(f"  batch       {job.global_batch} samples a step; {computes}")
+    average = " on average" if job.sampler is not None and job.sampler.unequal else ""
+    reporter.note(f"  batch       {job.global_batch} samples a step{average}; {computes}")
     sums = f"overlapped sums, {plan.collectives.all_reduce} all-reduce"
     mode = f"fast: fused grains, {'added up on the servers' if plan.serves else sums}"
     mode = "exact: grain by grain, one thread, fixed tree" if plan.execution.exact else mode
