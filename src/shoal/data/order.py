@@ -157,7 +157,7 @@ class Order:
     def epoch(self, step: int) -> int:
         """Return the epoch that a step belongs to. The last step of an epoch may be short."""
         if self.sampler is None or not self.sampler.unequal:
-            return step // self.first_step(1)
+            return step // -(-self.num_samples // self.global_batch)
         while self._first_steps[-1] <= step:
             self.first_step(len(self._first_steps))
         return bisect.bisect_right(self._first_steps, step) - 1
