@@ -13,7 +13,7 @@ from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import JobError
+from shoal.errors import JobError, PlanError
 from shoal.numerics.checksum import bits_checksum
 from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.plans.resolve import complete
@@ -157,17 +157,18 @@ def test_verified_with_sparse_adam() -> None:
         (
             Both,
             {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
-            "SparseAdam with table.weight, whose gradient is dense",
+            "SparseAdam with table.weight, whose gradient is dense with layout.shard > 1",
         ),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"execution": {"compile": "default"}}, "torch compiles no backward"),
     ],
-    ids=["Adam", "decay", "nesterov", "SparseAdam", "compressed", "ZeRO-1"],
+    ids=["Adam", "decay", "nesterov", "SparseAdam", "compressed", "ZeRO-1", "compiled"],
 )
 def test_what_torch_cannot_step_is_refused(
     optimizer: Any, sections: dict[str, dict[str, Any]], words: str, tmp_path: Path
 ) -> None:
     job = job_of("sgd", optimizer=optimizer)
     plan = shoal.Plan().with_sections(**{"layout": {"data": 2}, **sections})
-    with pytest.raises(JobError, match=words):
+    with pytest.raises((JobError, PlanError), match=words):
         trace_forked(lambda: job, complete(plan, job.num_grains, job.grain_size), tmp_path, 1)
 
 

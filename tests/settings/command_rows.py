@@ -133,6 +133,10 @@ RUN_OPTIONS: Table = {
         Call(job="gpt", plan={"layout": {"pipeline": 2, "data": 1}}, arguments=("--shares", "by-speed")),
         "a stage waits for its neighbours",
     ),
+    "--shares: by speed, ZeRO-3": Refuses(
+        Call(plan={"layout": {"shard": 2, "data": 1}}, arguments=("--shares", "by-speed")),
+        "ranks wait for each other within a forward",
+    ),
     "--max-microbatch": Acts(PLAIN.with_(MICRO, "5"), PLAIN, forwards, 4),
     "--max-microbatch: smaller than a grain": Refuses(PLAIN.with_(MICRO, "1"), "Job(grains=16)"),
     "--max-microbatch: under a plan": Acts(

@@ -291,7 +291,7 @@ CLOSURE: tuple[Rule, ...] = (
         Rule(
             lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
-            f"{_AGAIN} from all parameters, which a {axis} axis divides, or their update",
+            f"{_AGAIN}, and needs all parameters and their update on each rank; a {axis} axis divides them",
             f"layout.{axis} = 1 and a larger data axis",
         )
         for axis in ("shard", "tensor", "pipeline", "context")

@@ -7,7 +7,7 @@ or ranks. So traffic and memory of a gradient depend on the touched rows and not
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,17 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         and homes[parameter]
         and all(isinstance(module, embeddings) and module.sparse for module in homes[parameter])
     }
+
+
+def shared_tables(model: nn.Module, sparse: Mapping[str, Tensor]) -> list[str]:
+    """Return a note on each embedding with `sparse=True` whose weight another module has, too."""
+    known = set(map(id, sparse.values()))
+    return [
+        f"{name}.weight: its gradient is dense in spite of sparse=True, since another module has the same weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if module.weight.requires_grad and id(module.weight) not in known
+    ]
 
 
 def why_dense(plan: Plan) -> str | None:

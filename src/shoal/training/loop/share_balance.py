@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from shoal.distributed.mesh import Agreement, together
 from shoal.errors import PlanError, StorageError
-from shoal.plans.grains import share_sizes
-from shoal.plans.plan import plan_text
+from shoal.plans.grains import divide, share_sizes
+from shoal.plans.plan import described, plan_text
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.directory import RunDirectory
 from shoal.training.observe.step_records import Surroundings
@@ -36,22 +36,28 @@ class ShareBalance:
     def __init__(self, parts: TrainingParts, around: Surroundings) -> None:
         """Begin with the plan's shares. Raises: PlanError for a layout or data whose shares cannot change."""
         layout = parts.plan.layout
-        given, fixed = "--shares by-speed", ""
+        given, fixed = f"--shares by-speed with {described(parts.plan)}", ""
         if layout.pipeline > 1:
             fixed = "a stage waits for its neighbours, so that the time of a rank does not show its speed"
+        elif parts.plan.shards_model or parts.job.outputs is not None or parts.job.batch_norm == "batch":
+            fixed = (
+                "ranks wait for each other within a forward or backward, so that their times do not show their speed"
+            )
         elif not parts.loader.divides_anew:
-            given += " with a stream that has shard()"
+            given = "--shares by-speed with a stream that has shard()"
             fixed = "a rank reads the shards of its first share to their end"
         if fixed:
             raise PlanError(given=given, conflict=fixed, remedy="leave --shares out, or write numbers: --shares 2,1")
         self._parts, self._around = parts, around
+        batch = parts.job.global_batch
+        self._num_grains = len(divide(batch, batch, parts.job.num_grains))  # of a whole step; some may be empty
         places = [layout.coordinate(rank) for rank in range(layout.world_size)]
         self._part_of_rank = np.array([place.data * layout.shard + place.shard for place in places])
         self._measure(layout.shares)
 
     def _measure(self, shares: tuple[int, ...]) -> None:
         self.shares, self.proposed = shares, None
-        self._sizes = share_sizes(self._parts.job.num_grains, self._parts.plan.layout.divides_grains, shares)
+        self._sizes = share_sizes(self._num_grains, self._parts.plan.layout.divides_grains, shares)
         self._busy: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
         self._num_warm_up = _WARM_UP
 
@@ -75,7 +81,7 @@ class ShareBalance:
         busy, sizes = np.maximum(np.array(self._busy), 1e-9), np.maximum(1, self._sizes)
         per_grain = np.median(busy, axis=0) / sizes
         speeds = tuple(max(1, round(1e6 * float(per_grain.min() / one))) for one in per_grain)
-        wanted = list(share_sizes(self._parts.job.num_grains, len(speeds), speeds))
+        wanted = list(share_sizes(self._num_grains, len(speeds), speeds))
         while 0 in wanted:  # a rank without grains could not be measured again
             wanted[wanted.index(max(wanted))] -= 1
             wanted[wanted.index(0)] += 1

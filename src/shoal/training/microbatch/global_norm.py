@@ -44,11 +44,7 @@ class GlobalNorm:
             sizes, (means, variances) = rows[:, :1], rows[:, 1:].chunk(2, 1)
             total = sizes.sum()
             if not (counts and count > 1) and float(total) <= 1.0:  # a read of the device in this rare case alone
-                raise JobError(
-                    given="a step with one value per channel for a batch norm over the global batch",
-                    conflict="a single value has no variance",
-                    remedy="give a larger global_batch, or a length in whole batches",
-                )
+                raise no_variance()
             mean = (sizes * means).sum(0) / total
             variance = (sizes * (variances + (means - mean).square())).sum(0) / total
             for name, value in (("running_mean", mean), ("running_var", variance * (total / (total - 1.0)))):
@@ -67,6 +63,15 @@ class GlobalNorm:
         rows = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
         dist.all_gather(rows, sent, group=self._group)
         return [one.to(row.device) for one in rows]
+
+
+def no_variance() -> JobError:
+    """Return the error for a step of one sample, with one value per channel of a batch norm over the global batch."""
+    return JobError(
+        given='a step of one sample with Job(batch_norm="batch"): a batch norm has one value per channel',
+        conflict="a single value has no variance",
+        remedy="give a global_batch that does not leave one sample for the last step, or leave a sample out",
+    )
 
 
 class _Shared(NamedTuple):

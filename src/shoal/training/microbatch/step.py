@@ -43,6 +43,7 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import meaning
 from shoal.training.microbatch.global_loss import GlobalLoss, PeerFailedError
+from shoal.training.microbatch.global_norm import no_variance
 from shoal.training.microbatch.look import LATER_STEPS
 from shoal.training.microbatch.loss_pair import LossPair, refuse_past_the_model
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
@@ -206,7 +207,11 @@ class LossComputer:
 
     def _normalised(self, counts: bool, given: Mapping[str, Any]) -> Tensor:
         """Normalise over the global batch, of which this process has all rows if there is no `norm`."""
-        return normalised_by_grain([given["input"]], given) if self.norm is None else self.norm(given, counts)
+        if self.norm is not None:
+            return self.norm(given, counts)
+        if given["input"].numel() == given["input"].size(1):
+            raise no_variance()
+        return normalised_by_grain([given["input"]], given)
 
     def _normalised_alone(self, given: Mapping[str, Any]) -> Tensor:
         self.has_normalised = True

@@ -25,7 +25,7 @@ from shoal.data.source import MapSource, Opened, open_evaluations, opened, order
 from shoal.data.stream import loader_of
 from shoal.distributed.mesh import Mesh, alone, collectively, together
 from shoal.distributed.own_collectives import own_collectives_refused
-from shoal.errors import JobError
+from shoal.errors import JobError, PlanError
 from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
@@ -36,7 +36,7 @@ from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.data.sparse_rows import sparse_parameters, why_dense
+from shoal.parallel.data.sparse_rows import shared_tables, sparse_parameters, why_dense
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
@@ -264,11 +264,17 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
 
     # 4. Step: strategy, update and loss.
     exact = plan.execution.exact
+    sparse, dense_for = sparse_parameters(model), why_dense(plan)
+    if sparse and plan.execution.compile != "none":
+        raise PlanError(
+            given=f'execution.compile = "{plan.execution.compile}" with {next(iter(sparse))}, whose gradient is sparse',
+            conflict="torch compiles no backward with a sparse gradient",
+            remedy="write --step eager, or build the embedding with sparse=False",
+        )
     regions = together(mesh, lambda: compile_blocks(model, plan, precision, pipeline, job.loss))
     regions.notice = clock.heartbeat.forget
-    sparse, dense_for = sparse_parameters(model), why_dense(plan)
     tables = sparse if dense_for is None else {}
-    together(mesh, lambda: refuse_sparse(optimizer, parameters.named, tables))
+    together(mesh, lambda: refuse_sparse(optimizer, parameters.named, tables, dense_for if sparse else None))
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark, sparse=list(tables.values()))
     updated = {id(p) for p in parameters if strategy.update_division.updates(p)}
     if plan.serves:  # what the first parameter server updates
@@ -366,8 +372,14 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *copies_notes,
         *without_optimizer([optimizer], parameters.named),
         *(f"{name}: its gradient is dense in spite of sparse=True, with {dense_for}" for name in sparse if dense_for),
+        *shared_tables(model, sparse),
         *_notes_on_tables(tables, optimizer),
         *unsuited(optimizer, model),
+        *(
+            ["the gradient is clipped in each evaluation of LBFGS, whose line search expects that of the loss"]
+            if isinstance(optimizer, torch.optim.LBFGS) and (job.clip_norm is not None or job.clip_value is not None)
+            else ()
+        ),
     )
     # Options that have no effect, or another one.
     if options.bad_samples and mapped_source is None:

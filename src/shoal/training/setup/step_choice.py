@@ -20,6 +20,7 @@ from shoal.hardware.detect import cores, processor
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.blocks.compiled import require_compiler
+from shoal.parallel.data.sparse_rows import sparse_parameters
 from shoal.plans.legal import conflicts
 from shoal.runs.directory import Fence, RunDirectory
 from shoal.runs.step_trial import (
@@ -156,6 +157,8 @@ def _why_never(engine: Engine) -> str | None:
         return "parameter servers compute steps in parts"
     if plan.divides_model:
         return "each rank has a part of the model"
+    if sparse_parameters(engine.model):
+        return "sparse gradients are computed in eager steps"
     if engine.job.outputs is not None:
         return "a loss over the global batch is computed in eager steps"
     if engine.updater.needs_closure:

@@ -93,11 +93,15 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 
 
 def refuse_sparse(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], sparse: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, nn.Parameter]],
+    sparse: Mapping[str, Tensor],
+    dense_for: str | None = None,
 ) -> None:
     """Refuse an optimizer of torch that raises for the gradients of its parameters. Raises: JobError.
 
     Each group steps a stand-in with such a gradient twice. `sparse`: the parameters with sparse gradients by name.
+    `dense_for`: the setting of the plan that makes all gradients dense, if any does.
     """
     names = {id(p): name for name, p in named}
     for part in parts(optimizer).values():
@@ -118,7 +122,7 @@ def refuse_sparse(
                         step_optimizer(trial)
                         make_states_dense(trial)
                 except Exception as error:
-                    kind = "sparse" if is_sparse else "dense"
+                    kind = "sparse" if is_sparse else f"dense with {dense_for}" if dense_for else "dense"
                     raise JobError(
                         given=f"optimizer {type(part).__name__} with {name}, whose gradient is {kind}",
                         conflict=f"torch's step raises {type(error).__name__}: {text_of(error)}",
@@ -180,8 +184,9 @@ def unsuited(optimizer: Any, model: nn.Module) -> list[str]:
 
     They are embeddings, the last layer with a matrix, and parameters of one dim.
     """
-    every = parts(optimizer).values()
-    muons = [g for part in every if "Muon" in type(part).__name__ for g in part.param_groups if g.get("use_muon", True)]
+    every = parts(optimizer)
+    inner = [part for where, part in every.items() if where or len(every) == 1]  # the outer one has all groups
+    muons = [g for part in inner if "Muon" in type(part).__name__ for g in part.param_groups if g.get("use_muon", True)]
     of_muon = {id(p) for group in muons for p in group["params"]}
     weights = [(m, w) for m in model.modules() if isinstance(w := getattr(m, "weight", None), Tensor) and w.ndim == 2]
     ends = {id(w) for m, w in weights if isinstance(m, nn.Embedding) or m is weights[-1][0]}

@@ -85,3 +85,12 @@ def test_settings_as_older_versions_recorded_them() -> None:
     assert accepted_changes(before, after, None, accepted=False) == []
     with pytest.raises(JobMismatchError, match="the setting model:"):
         accepted_changes(before, document | {"settings": now | {"model": {"width": 9}}}, None, accepted=False)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "sampler"])
+def test_a_setting_that_has_an_entry_only_where_it_is_set(name: str) -> None:
+    document = {"file": "train.py", "by_value": False}
+    for saved, now in ((document, document | {name: "other"}), (document | {name: "other"}, document)):
+        with pytest.raises(JobMismatchError, match=f"{name} = other"):
+            accepted_changes(saved, now, None, accepted=False)
+        assert accepted_changes(now, now, None, accepted=False) == []

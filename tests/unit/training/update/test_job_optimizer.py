@@ -172,3 +172,15 @@ def test_what_muon_is_not_meant_for_is_named() -> None:
     assert said.startswith("Muon updates 0.weight, 2.weight: it is meant for the matrices between")
     assert unsuited(build_optimizer(lambda p: torch.optim.Muon([made[1].weight]), Parameters(made)), made) == []
     assert unsuited(build_optimizer(torch.optim.AdamW, Parameters(made)), made) == []
+
+    class MuonAndAdamW(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.muon = torch.optim.Muon([made[1].weight])
+            self.others = torch.optim.AdamW([p for p in parameters if p is not made[1].weight])
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            self.muon.step()
+            self.others.step()
+
+    assert unsuited(build_optimizer(MuonAndAdamW, Parameters(made)), made) == []
