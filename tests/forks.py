@@ -327,6 +327,7 @@ def _done(arguments: list[str]) -> int:
         sys.path[:0] = folders
         if importlib.machinery.PathFinder.find_spec("sitecustomize", folders):
             sys.meta_path.insert(0, Hidden.of({"torch": sys.modules.pop("torch")}))
+            sys.modules.pop("sitecustomize", None)  # some distributions have one, which the server has imported
             importlib.import_module("sitecustomize")
         kind, *rest = arguments
         if kind == "-m":
