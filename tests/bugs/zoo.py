@@ -132,12 +132,12 @@ def norm_of_a_shard(patch: pytest.MonkeyPatch) -> None:
 def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any) -> Any:
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any) -> Any:
         factor = loss_scale.factor(self._job.global_batch)
         wide = optimizer_step.global_norm
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(optimizer_step, "global_norm", lambda gradients: wide(gradients) * factor)
-            return original(self, loss, weight, loss_scale, progress, *norm)
+            return original(self, loss, weight, loss_scale, progress, *norm, **more)
 
     patch.setattr(Updater, "step", step)
 
@@ -158,10 +158,10 @@ def keeps_a_parameter(rank: int, which: int) -> Callable[[pytest.MonkeyPatch], N
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = Updater.step
 
-        def step(self: Updater, *args: Any) -> Any:
+        def step(self: Updater, *args: Any, **more: Any) -> Any:
             parameter = self._parameters[which][0]
             before = parameter.detach().clone()
-            result = original(self, *args)
+            result = original(self, *args, **more)
             if dist.get_rank() == rank:
                 with torch.no_grad():
                     parameter.copy_(before)
@@ -224,8 +224,8 @@ def loses_state(patch: pytest.MonkeyPatch) -> None:
     """Rank 1 forgets the state of what it updates, after it was updated and before anybody asks."""
     original = Updater.step
 
-    def step(self: Updater, *args: Any) -> Any:
-        update = original(self, *args)
+    def step(self: Updater, *args: Any, **more: Any) -> Any:
+        update = original(self, *args, **more)
         if dist.get_rank() == 1:
             self.optimizer.state.clear()
         return update
@@ -375,10 +375,10 @@ def twice(patch: pytest.MonkeyPatch) -> None:
 def decays_everything(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, *args: Any) -> Any:
+    def step(self: Updater, *args: Any, **more: Any) -> Any:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.1
-        return original(self, *args)
+        return original(self, *args, **more)
 
     patch.setattr(Updater, "step", step)
 
@@ -390,8 +390,8 @@ def weight_counts_padding(patch: pytest.MonkeyPatch) -> None:
 def state_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, *args: Any) -> Any:
-        result = original(self, *args)
+    def step(self: Updater, *args: Any, **more: Any) -> Any:
+        result = original(self, *args, **more)
         if dist.get_rank() == 1:
             for state in self.optimizer.state.values():
                 state["exp_avg"].mul_(0.5)
@@ -412,9 +412,9 @@ def own_initial_values(patch: pytest.MonkeyPatch) -> None:
 def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any) -> Any:
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any) -> Any:
         before = [p.detach().clone() for p, _ in self._parameters]
-        found = original(self, loss, weight, loss_scale, progress, *norm)
+        found = original(self, loss, weight, loss_scale, progress, *norm, **more)
         if dist.get_rank() == 1 and progress.step == 1:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p, _ in self._parameters], before)
