@@ -34,7 +34,7 @@ def job(grains: int = 12, batch: int = 48, steps: int = 60, first: int = 1, unti
     def loss(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
         inputs, labels, _ = data
         if model.training and slow.applies:
-            time.sleep(0.001 * len(inputs))
+            time.sleep(0.002 * len(inputs))
         return shoal.cross_entropy(model(inputs), labels)
 
     return mlp(480, batch, steps, grains=grains, loss=loss, callbacks=[slow], metrics={}, eval_data=None)

@@ -72,7 +72,8 @@ class References:
 
     `complete`: whether `ways` has all variants. `layers`: relative distance of single layers from float64, if the whole
     model was not computed in it. `updated`: the optimizer step alone, from the parallel run's own clipped gradients.
-    Earlier checks cover these gradients, so no order of sums remains in `updated`.
+    Earlier checks cover these gradients, so no order of sums remains in `updated`. `joined`: the samples of all ranks
+    share their batch norms, so that a loss of one rank's samples alone has no reference.
     """
 
     ways: list[Computed]
@@ -80,6 +81,7 @@ class References:
     complete: bool
     layers: float = 0.0
     updated: References | None = None
+    joined: bool = False
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """Return one tensor of every reference, in float64: of all variants, and of the float64 reference."""
@@ -234,7 +236,7 @@ class _Comparison:
 
     def _loss(self) -> Iterator[Check]:
         parts = self._p.parts
-        if len(self._base.parts) == 1 < len(parts):  # samples of all ranks share their batch norms
+        if self._r.joined:
             total, weight = (math.fsum(getattr(part, name) for part in parts) for name in ("total", "weight"))
             parts = [replace(self._base.parts[0], total=total, weight=weight)]
         for part in parts:

@@ -263,7 +263,8 @@ class _Judges:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         exact = self._exact(before, parallel, computed[0]) if complete else None
         updated = self._updated(before, parallel, computed[0])
-        references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
+        layers, joined = self._layers() if complete else 0.0, self._job.batch_norm == "batch"
+        references = References(computed, exact, complete, layers, updated, joined)
         order = [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
         return compare(parallel, before, references, order, self._measured), references
 
