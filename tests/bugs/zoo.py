@@ -132,7 +132,9 @@ def norm_of_a_shard(patch: pytest.MonkeyPatch) -> None:
 def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any) -> Any:
+    def step(
+        self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any
+    ) -> Any:
         factor = loss_scale.factor(self._job.global_batch)
         wide = optimizer_step.global_norm
         with pytest.MonkeyPatch.context() as inner:
@@ -412,7 +414,9 @@ def own_initial_values(patch: pytest.MonkeyPatch) -> None:
 def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any) -> Any:
+    def step(
+        self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any, **more: Any
+    ) -> Any:
         before = [p.detach().clone() for p, _ in self._parameters]
         found = original(self, loss, weight, loss_scale, progress, *norm, **more)
         if dist.get_rank() == 1 and progress.step == 1:
