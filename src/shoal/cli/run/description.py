@@ -92,7 +92,8 @@ def accepted_changes(
         read.
     Raises: JobMismatchError for differences, unless `accepted`.
     """
-    defaults = {"batch_norm": "grain", "sampler": None}  # runs without these settings have no such entries
+    # Runs without these settings have no such entries; a new run has nothing saved.
+    defaults = {"batch_norm": "grain", "sampler": None} if saved else {}
     saved, now = {**defaults, **saved}, {**defaults, **json.loads(json.dumps(now))}
     if saved.get("by_value", now["by_value"]) != now["by_value"] and not accepted:
         ways = f"the job function of {now['file']}, by name", f"a job object of {saved['file']}, by shoal.run"
