@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.distributed.mesh import Mesh, new_group
 from shoal.errors import JobError
+from shoal.numerics.batch_statistics import normalised_by_grain
 
 
 class GlobalNorm:
@@ -63,6 +64,13 @@ class GlobalNorm:
         rows = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
         dist.all_gather(rows, sent, group=self._group)
         return [one.to(row.device) for one in rows]
+
+
+def normalised_whole(given: Mapping[str, Any]) -> Tensor:
+    """Return the normalised input of one process that has the whole global batch. Raises: as `GlobalNorm`."""
+    if given["input"].numel() == given["input"].size(1):
+        raise no_variance()
+    return normalised_by_grain([given["input"]], given)
 
 
 def no_variance() -> JobError:

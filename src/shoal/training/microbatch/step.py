@@ -20,7 +20,7 @@ from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.distributed.mesh import NO_ROW, Mesh, raise_together
 from shoal.errors import JobError, LossError, OutOfMemoryError, ShoalError, text_of
 from shoal.jobs.job import Job
-from shoal.numerics.batch_statistics import StepBuffers, normalised_alone, normalised_by_grain
+from shoal.numerics.batch_statistics import StepBuffers, normalised_alone
 from shoal.numerics.generators import DrawWatch, generators_kept, seed_everything
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import ReentrantContext, without_modes
@@ -43,7 +43,7 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import meaning
 from shoal.training.microbatch.global_loss import GlobalLoss, PeerFailedError
-from shoal.training.microbatch.global_norm import no_variance
+from shoal.training.microbatch.global_norm import normalised_whole
 from shoal.training.microbatch.look import LATER_STEPS
 from shoal.training.microbatch.loss_pair import LossPair, refuse_past_the_model
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
@@ -207,11 +207,7 @@ class LossComputer:
 
     def _normalised(self, counts: bool, given: Mapping[str, Any]) -> Tensor:
         """Normalise over the global batch, of which this process has all rows if there is no `norm`."""
-        if self.norm is not None:
-            return self.norm(given, counts)
-        if given["input"].numel() == given["input"].size(1):
-            raise no_variance()
-        return normalised_by_grain([given["input"]], given)
+        return normalised_whole(given) if self.norm is None else self.norm(given, counts)
 
     def _normalised_alone(self, given: Mapping[str, Any]) -> Tensor:
         self.has_normalised = True
