@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bounded_files import append_text, objects_of, opened, read_object
-from shoal.errors import ExitCode, FencedError, InUseError, RunDirectoryError, ShoalError
+from shoal.errors import ExitCode, FencedError, InUseError, RunDirectoryError, ShoalError, StorageError
 from shoal.jobs.secret_settings import command_without_secrets
 
 NAME = "lock.json"
@@ -441,6 +441,15 @@ FOLDER = "generations"
 _ASIDE = re.compile(r"\.(\d{6,})\.tmp$")
 # Intervals at which a process that does not write checks the fence.
 _LOOK_SECONDS, _SELDOM_SECONDS = 0.5, 5.0
+
+
+def unwritten(path: Path, error: OSError) -> StorageError:
+    """Return the error for a file of a run that could not be written."""
+    return StorageError(
+        given=str(path),
+        conflict=f"it could not be written: {error}",
+        remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
+    )
 
 
 @dataclass(frozen=True)

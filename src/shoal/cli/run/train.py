@@ -48,7 +48,7 @@ from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, EffectiveTime, Events, StartUp, call_began_at, earlier_starts, mtbf_seconds
 from shoal.runs.certificate import Certificate
-from shoal.runs.directory import Fence, RunDirectory, guarded_files, read_json, withdraw
+from shoal.runs.directory import Fence, RunDirectory, guarded_files, read_json, unwritten, withdraw
 from shoal.runs.options import Origin
 from shoal.runs.record_blocks import WHOLE_STEPS
 from shoal.runs.records import RunRecord, StepRecord
@@ -554,11 +554,7 @@ class Result:
                 writing = writer.mean_cpu_seconds() if writer is not None else None
                 self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:
-            return StorageError(
-                given=str(self.path),
-                conflict=f"it could not be written: {error}",
-                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
-            )
+            return unwritten(self.path, error)
         return None
 
     def write_failed(self, error: ShoalError) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.distributed.mesh import Agreement, together
-from shoal.errors import PlanError, StorageError
+from shoal.errors import PlanError
 from shoal.plans.grains import divide, share_sizes
 from shoal.plans.plan import described, plan_text
 from shoal.plans.resolve import CompletePlan
-from shoal.runs.directory import RunDirectory
+from shoal.runs.directory import RunDirectory, unwritten
 from shoal.training.observe.step_records import Surroundings
 
 if TYPE_CHECKING:
@@ -124,11 +124,7 @@ class ShareBalance:
                 try:
                     around.events.fence.write(path, plan_text(after))
                 except OSError as error:
-                    raise StorageError(
-                        given=str(path),
-                        conflict=f"it could not be written: {error}",
-                        remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
-                    ) from error
+                    raise unwritten(path, error) from error
 
         together(parts.mesh, write)
         seconds = [round(float(one), 6) for one in per_grain]

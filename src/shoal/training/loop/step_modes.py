@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import together
-from shoal.errors import StorageError
 from shoal.numerics.outputs import microbatch_loss
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan
-from shoal.runs.directory import Fence
+from shoal.runs.directory import Fence, unwritten
 from shoal.runs.step_trial import StepMode, StepTrial, TrialKey, record_trial, trial_text
 from shoal.training.loop.late_reads import LateReads
 from shoal.training.microbatch.loss_pair import LossPair
@@ -69,11 +68,7 @@ class RunTrial:
                 self.fence.write(self.plan, plan_text(plan))
             self.fence.write(self.path, trial_text(self.trial))
         except OSError as error:
-            raise StorageError(
-                given=str(self.path),
-                conflict=f"it could not be written: {error}",
-                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
-            ) from error
+            raise unwritten(self.path, error) from error
 
     def record(self) -> str | None:
         """Store the trial for later runs on this machine. Return why that is not possible, or None."""
