@@ -437,9 +437,10 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
         raise _nothing(search, notes, aim, limit)
     chosen, faster = simplest(close), None
     if aim.name == "fastest" and chosen.devices > 1:
-        # More devices must save more time than the prediction error. The aim "efficiency" orders by devices, then by
+        # More devices must save more time than the prediction error, unless fewer devices are also less efficient: then
+        # the table would show a plan that is both faster and cheaper. The aim "efficiency" orders by devices, then by
         # seconds.
-        within = Limit(seconds=chosen.seconds * (1 + DISTINCT))
+        within = Limit(chosen.seconds * (1 + DISTINCT), chosen.devices * chosen.seconds)
         if fewer := search.take(Wanted(Aim("efficiency"), within, most=chosen.devices - 1), notes):
             devices = fewer[0].devices
             tied_on_fewer = search.take(Wanted(Aim(), within, devices, devices, number=_NEVER, ties=True), notes)

@@ -223,6 +223,7 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
         return
     wanted = simplest_of(allowed, aim)
     near = [c for c in allowed if c.devices < wanted.devices and c.seconds <= wanted.seconds * (1 + DISTINCT)]
+    near = [c for c in near if c.devices * c.seconds <= wanted.devices * wanted.seconds]
     choice = choose(search, aim, 100)
     if aim.name == "fastest" and near:
         assert choice.faster is not None
@@ -240,6 +241,36 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
     assert all(r.reason for r in choice.rejected)
     lacking = {r.what for r in choice.rejected if r.reason.startswith("does not fit")}
     assert not lacking & {str(c.place) for c in fitting(seed) if c.devices == choice.chosen.devices}
+
+
+class Uneven(Invented):
+    """Costs of the replicas alone: on 15 devices a step takes as long as given, on 16 it takes 100 s, else too long."""
+
+    seconds_on_15 = 0.0
+
+    def predict(self, plan: Plan) -> Prediction:
+        seconds = {15: self.seconds_on_15, 16: 100.0}.get(plan.layout.data, 1e4)
+        return Prediction(seconds, {"compute": seconds}, {}, 0.0, True, 0.0, 0.0, 1.0, None)
+
+    def staged(self, plan: Plan) -> float:
+        return 0.0
+
+    def nearly(self, plan: Plan) -> float:
+        return 0.0
+
+    def least_bytes(self, plan: Plan) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("seconds", "devices"), [(103.0, 15), (108.0, 16)])  # 16 devices cost 1,600 device-seconds
+def test_fewer_devices_cost_no_more_device_seconds(
+    seconds: float, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.planner.search.search.DISTINCT", 0.1)
+    costs = Uneven(0, 16)
+    costs.seconds_on_15 = seconds
+    space = Space(Plan(), facts(16, layers=1, heads=1), counts(gpus(16, 1)), data_only=True)
+    assert choose(Search(space, lambda _: costs, 1), Aim()).chosen.devices == devices
 
 
 class Shuffled(Space):
