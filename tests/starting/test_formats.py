@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.launching import start_command
 from tests.usual import needs_zero23
 
+from shoal.checkpoint.manifest import seal
 from shoal.runs.records import read_steps
 
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
@@ -72,3 +74,22 @@ def test_a_plan_a_machine_and_a_certificate_are_read(formats: Path) -> None:
     called(formats, "-m", "shoal", "run", "job.py", "--plan", "plan.toml", "--steps", "1", "--out", "planned")
     certified = ("-m", "shoal", "run", "job.py", "--devices", "2", "--require-certificate", "certificate.json")
     assert "shoal verify" in called(formats, *certified, code=2)  # of another version: it says how to make another
+
+
+def test_files_of_a_later_format_are_refused_with_what_to_do(formats: Path) -> None:
+    """And a checkpoint of another format is not taken for a damaged one, which a resume would rename."""
+    for manifest in (formats / "stopped-data").rglob("manifest.json"):
+        manifest.write_bytes(seal(json.loads(manifest.read_text())["body"] | {"format": 99}))
+    for file in ("plan.toml", "machine.toml"):
+        (formats / file).write_text((formats / file).read_text().replace("schema = 1", "schema = 99", 1))
+    commands = {
+        ("run", "job.py", "--resume", "--out", "stopped-data"): 74,
+        ("export", "stopped-data", "-o", "weights"): 74,
+        ("run", "job.py", "--plan", "plan.toml", "--out", "planned"): 2,
+        ("plan", "job.py", "--cluster", "machine.toml"): 2,
+    }
+    for words, code in commands.items():
+        said = " ".join(called(formats, "-m", "shoal", *words, code=code).split())
+        assert "99" in said
+        assert re.search("with the version (of shoal )?that wrote it", said), said
+    assert not list((formats / "stopped-data").rglob("*.bad"))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoal.checkpoint.callback_state import AVERAGES
-from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
+from shoal.checkpoint.manifest import MANIFEST_NAME, FormatError, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
@@ -276,7 +276,10 @@ def fetch_with_checkpoint(run: str, folder: Path, step: Step) -> None:
 
 
 def damaged(folder: Path, error: Exception) -> IntegrityError:
-    """Create the error for a damaged checkpoint."""
+    """Create the error for a checkpoint that is damaged or of another format."""
+    if isinstance(error, FormatError):
+        remedy = "read it with the version of shoal that wrote it; job.json has its number"
+        return IntegrityError(given=f"the checkpoint {folder}", conflict=str(error), remedy=remedy)
     others = [step for step in Store(folder.parent).steps() if folder.name != directory_name(step)]
     other = f"step {others[-1]} has another" if others else "restore it from a copy"
     return IntegrityError(given=f"the checkpoint {folder}", conflict=f"it is damaged: {error}", remedy=other)

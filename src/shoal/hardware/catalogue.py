@@ -226,7 +226,7 @@ def load(path: Path | str) -> Cluster:
         raise HardwareError(
             given=str(path),
             conflict=f"schema = {document['schema']!r} is not {SCHEMA}",
-            remedy="write it as docs/hardware.md describes the format",
+            remedy=f"measure the machine again with shoal bench -o {path}, or read it with the version that wrote it",
         )
     table = {"name": Path(path).stem} | {key: value for key, value in document.items() if key not in _BESIDE}
     table |= {key: described(what, table[key]) for key, what in _DESCRIBED.items() if key in table}

@@ -356,6 +356,8 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
 
 
 def _wanted(item: Any, path: tuple[str, ...]) -> str:
+    if path == ("schema",):
+        return f"write {SCHEMA}, or read the plan with the version of shoal that wrote it"
     if item["type"] == "literal_error":
         options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
         close = nearest(item["input"], options) if isinstance(item["input"], str) else ""

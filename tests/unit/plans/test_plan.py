@@ -67,7 +67,7 @@ def test_the_nearest_name_is_offered(document: dict[str, Any], hint: str) -> Non
         ({"pipeline": {"split": "a"}}, "pipeline.split: write a list in brackets"),
         ({"pipeline": {"split": [1]}}, "pipeline.split.0: write a text in quotes"),
         ({"prediction": 1}, "prediction: write a table"),
-        ({"schema": 2}, "schema: write one of 1"),
+        ({"schema": 2}, "schema: write 1, or read the plan with the version of shoal that wrote it"),
         (
             {"precision": {"loss_scale": "off"}},
             "precision.loss_scale: write one of none, dynamic; or write a number, without quotes",
