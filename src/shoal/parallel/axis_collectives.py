@@ -6,6 +6,7 @@ every rank has an equal slice.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,19 @@ class TensorAxis:
         if not is_without_data(own):
             dist.reduce_scatter(own, parts, group=self.group)
         return own.to(tensor.dtype)
+
+    def all_to_all(self, tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
+        """Send `num_sent[i]` rows, in order, to rank i, and return the `num_received[i]` rows of each rank i.
+
+        Collective: the axis, one all-to-all of the rows' bytes.
+        """
+        received = tensor.new_empty(sum(num_received), *tensor.shape[1:])
+        if is_without_data(tensor):
+            return received
+        width = tensor.element_size() * math.prod(tensor.shape[1:])  # bytes, because Gloo does not support every dtype
+        flat, sizes = tensor.contiguous().view(-1), ([n * width for n in num_received], [n * width for n in num_sent])
+        dist.all_to_all_single(received.view(-1).view(torch.uint8), flat.view(torch.uint8), *sizes, group=self.group)
+        return received
 
 
 class _Through(torch.autograd.Function):

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import PlanError, ShoalError
-from shoal.parallel.axis_collectives import TensorAxis, is_without_data, through
+from shoal.parallel.axis_collectives import TensorAxis, through
 from shoal.parallel.sequence.positions import PartDropout, Span, refusal
 from shoal.plans.accounting.collectives import Heads
 from shoal.plans.legal import AT_LEAST_A_HEAD
@@ -25,24 +24,13 @@ from shoal.plans.legal import AT_LEAST_A_HEAD
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _all_to_all(flat: Tensor, axis: TensorAxis, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
-    """Send `num_sent[i]` numbers to rank i, receive `num_received[i]` from it. Collective: the axis, one all-to-all."""
-    received = flat.new_empty(sum(num_received))
-    if is_without_data(flat):
-        return received
-    width = flat.element_size()  # bytes, because Gloo does not support every dtype
-    sizes = [n * width for n in num_received], [n * width for n in num_sent]
-    dist.all_to_all_single(received.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
-    return received
-
-
 def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]], axis: TensorAxis) -> Any:
     """Send the tensors `pieces[i]` to rank i, receive `shapes[i]` from it. Collective: the axis, one all-to-all."""
     flat = torch.cat([tensor.reshape(-1) for to in pieces for tensor in to])
     num_sent = [sum(tensor.numel() for tensor in to) for to in pieces]
     num_received = [sum(shape.numel() for shape in of) for of in shapes]
-    there = partial(_all_to_all, axis=axis, num_sent=num_sent, num_received=num_received)
-    received = through(flat, there, partial(_all_to_all, axis=axis, num_sent=num_received, num_received=num_sent))
+    there = partial(axis.all_to_all, num_sent=num_sent, num_received=num_received)
+    received = through(flat, there, partial(axis.all_to_all, num_sent=num_received, num_received=num_sent))
     parts = iter(received.split([shape.numel() for of in shapes for shape in of]))
     return [[next(parts).view(shape) for shape in of] for of in shapes]
 

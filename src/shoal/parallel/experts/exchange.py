@@ -1,0 +1,432 @@
+"""Experts divided over ranks: the forward of a block sends each row to the rank that has the row's expert.
+
+The number of rows for each expert travels first, then the rows, and their results travel back. All ranks of the axis
+take part in each of the three all-to-alls and in those of the backward, also with no rows. The module's own forward
+computes a rank's experts, so a user's module keeps its activation, its biases and its layout of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import JobError
+from shoal.numerics.generators import torch_generator
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.axis_collectives import TensorAxis, gather, is_without_data, slice_of, through
+from shoal.parallel.experts.blocks import ExpertBlock, expert_counts, refuse_dependent
+from shoal.parallel.tensor.layers import with_base
+
+Gradients = dict[str, Tensor | None]
+
+
+def divide_block(
+    model: nn.Module, block: ExpertBlock, axis: TensorAxis, tensor: TensorAxis | None = None, *, exact: bool = False
+) -> None:
+    """Make a block compute as the rank at `axis.place`, which has `count / degree` consecutive experts. Mutates it.
+
+    Afterwards stacked parameters must have the rank's experts alone; of a ModuleList the other experts are not called.
+    The forwards and backwards communicate over the axis, and over `tensor`.
+
+    Args:
+        model: the model, on any device.
+        block: one of the model's `expert_blocks`.
+        axis: the ranks that together have all experts of the block.
+        tensor: ranks with equal tokens, each of which sends a part of them. None: tokens of ranks differ.
+        exact: multiply the rows of each rank separately, in the order of tokens and slots. Their results then do not
+            depend on the axis, and the gradients of each rank's rows are `source_gradients`.
+
+    Raises:
+        JobError: If a row's result in an expert depends on other rows or on random numbers.
+    """
+    module = model.get_submodule(block.name)
+    if axis.degree > 1:
+        refuse_dependent(model, block)
+    exchange = _Exchange(block, axis, tensor if tensor is not None and tensor.degree > 1 else None, exact)
+    if block.form == "listed":
+        parent = model.get_submodule(block.name.rpartition(".")[0])
+        parent.listed_experts = _ListedExperts(exchange, module)  # type: ignore[assignment, arg-type]
+        with_base(parent, _DividedParent)
+        for place, expert in enumerate(module.children()):
+            expert.listed_place = parent, place  # type: ignore[assignment]
+            with_base(expert, _ListedExpert)
+        return
+    for key in expert_counts(module, block.count):
+        setattr(module, key, block.count // axis.degree)
+    module.expert_exchange = exchange  # type: ignore[assignment]
+    with_base(module, _RoutedExperts if block.form == "routed" else _SortedExperts)
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """Exchange of one block's rows over the axis. `leaves`: in exact mode the experts' parameters for each rank."""
+
+    block: ExpertBlock
+    axis: TensorAxis
+    tensor: TensorAxis | None
+    exact: bool
+    leaves: list[dict[str, nn.Parameter]] = field(default_factory=list)
+
+    def computed(self, module: nn.Module, compute: Callable[..., Tensor], counts: Tensor, *tensors: Tensor) -> Tensor:
+        """Return the experts' results of rows that are sorted by expert.
+
+        Args:
+            module: the experts.
+            compute: (counts by rank and expert, the same as int64 [ranks, experts], rows of each tensor) -> results of
+                the rows, which are sorted by rank and then by expert.
+            counts: int64 [experts of the block], rows of each expert; rows after these have no expert.
+            tensors: tensors of [rows, ...].
+
+        Returns:
+            A tensor of [rows with an expert, ...].
+
+        Collective: the axis, an all-to-all of the counts, of each tensor, and of the result.
+        """
+        axis, table = self.axis, counts.view(self.axis.degree, -1)
+        once = (1,) * axis.degree
+        received = axis.all_to_all(table, once, once) if axis.degree > 1 else table
+        sent, arriving = torch.stack([table, received]).tolist()  # the only wait for the device
+        there, here = [sum(row) for row in sent], [sum(row) for row in arriving]
+        arrived = [self._travelled(tensor[: sum(there)], there, here) for tensor in tensors]
+        if self.exact and axis.degree > 1:
+            results = []
+            for rank, parts in enumerate(zip(*(tensor.split(here) for tensor in arrived), strict=True)):
+                with self._parameters_of(module, rank):
+                    results.append(compute(arriving[rank : rank + 1], received[rank : rank + 1], *parts))
+            result = torch.cat(results)
+        else:
+            result = compute(arriving, received, *arrived)
+        return self._travelled(result, here, there)
+
+    def _travelled(self, tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
+        if self.axis.degree == 1:
+            return tensor
+        there = partial(self.axis.all_to_all, num_sent=num_sent, num_received=num_received)
+        return through(tensor, there, partial(self.axis.all_to_all, num_sent=num_received, num_received=num_sent))
+
+    @contextlib.contextmanager
+    def _parameters_of(self, module: nn.Module, rank: int) -> Iterator[None]:
+        """Return a context in which the experts' parameters are those whose gradients are of one rank's rows."""
+        homes = {
+            f"{prefix}.{key}" if prefix else key: (part._parameters, key, parameter)
+            for prefix, part in module.named_modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and not parameter.is_meta
+        }
+        self.leaves = self.leaves or [{} for _ in range(self.axis.degree)]
+        leaves = self.leaves[rank]
+        for name, (home, key, parameter) in homes.items():
+            if name not in leaves or leaves[name].data_ptr() != parameter.data_ptr():
+                leaves[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            home[key] = leaves[name]
+        try:
+            yield
+        finally:
+            for home, key, parameter in homes.values():
+                home[key] = parameter
+
+
+def exchange_of(model: nn.Module, block: ExpertBlock) -> Any:
+    """Return the exchange of a divided block."""
+    if block.listed:
+        listed: Any = model.get_submodule(block.name.rpartition(".")[0])
+        return listed.listed_experts.exchange
+    return model.get_submodule(block.name).expert_exchange
+
+
+def source_gradients(model: nn.Module, block: ExpertBlock) -> list[Gradients]:
+    """Return, in exact mode, the gradients of each rank's rows by full parameter name, since they were last cleared."""
+    leaves = exchange_of(model, block).leaves
+    return [{f"{block.name}.{name}": leaf.grad for name, leaf in of.items()} for of in leaves]
+
+
+def clear_source_gradients(model: nn.Module, block: ExpertBlock) -> None:
+    """Set the gradients that `source_gradients` returns to None."""
+    for leaves in exchange_of(model, block).leaves:
+        for leaf in leaves.values():
+            leaf.grad = None
+
+
+class _Idle(torch.autograd.Function):
+    """Autograd function of experts without rows: empty results, and gradients of zero for all parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = others
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.others, ctx.needs_input_grad[1:], strict=True)
+        return gradient, *(torch.zeros_like(other) if is_needed else None for other, is_needed in needed)
+
+
+class _RoutedExperts(nn.Module):
+    """First base of the class of divided experts that are called with hidden states, indices and weights."""
+
+    expert_exchange: _Exchange
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the sum over each token's experts. Collective: the axis, and the tensor axis."""
+        own: Any = super().forward
+        hidden, index, weights = inspect.signature(own).bind(*args, **kwargs).args if kwargs else args
+        if hidden.is_meta or is_without_data(hidden):
+            shape: Tensor = hidden + weights.sum(-1).view(*hidden.shape[:-1], 1).to(hidden.dtype)
+            return shape
+        exchange, degree = self.expert_exchange, index.shape[-1]
+        tokens, index, weights = hidden.flatten(0, -2), index.view(-1, degree), weights.view(-1, degree)
+        tensor, sizes = exchange.tensor, _even(len(tokens), 1)
+        if tensor is not None:
+            sizes = _even(len(tokens), tensor.degree)
+            tokens, weights = (slice_of(whole, tensor, 0, sizes) for whole in (tokens, weights))
+            index = tensor.own(index, 0, sizes)
+        experts, order = index.flatten().sort(stable=True)  # by expert, then token, then slot
+        edges = torch.searchsorted(experts, torch.arange(exchange.block.count + 1, device=experts.device))
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+        def to_tokens(gradient: Tensor) -> Tensor:
+            return gradient[places].view(-1, degree, gradient.shape[-1]).sum(1)
+
+        rows = through(tokens, lambda tokens: tokens[order // degree], to_tokens)
+        # In Transformers weights multiply an expert's result, which therefore needs no weights and arrives unrounded.
+        multiplies_result = hasattr(self, "is_concatenated")
+        kind = rows.device.type
+        if multiplies_result and rows.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+            rows = rows.to(torch.get_autocast_dtype(kind))  # as the first product would do
+        implementation = getattr(getattr(self, "config", None), "_experts_implementation", None)
+        if (kind, rows.dtype, implementation) == ("cpu", torch.float32, "grouped_mm"):
+            # There it takes 7 times as long as a loop over the experts (torch 2.13).
+            own = partial(own.__wrapped__, self)
+
+        def compute(arriving: Any, received: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+            if not len(rows):
+                others = (p for p in (*self._parameters.values(), weights) if p is not None)
+                idle: Tensor = _Idle.apply(rows, *others)  # type: ignore[no-untyped-call]
+                return idle
+            experts = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
+            experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
+            weights = rows.new_ones(len(rows), 1) if weights is None else weights
+            result: Tensor = own(rows, experts[:, None], weights)
+            return result
+
+        if multiplies_result:
+            results = exchange.computed(self, compute, edges.diff(), rows)
+        else:
+            sorted_weights = through(weights.flatten(), lambda w: w[order], lambda gradient: gradient[places])
+            results = exchange.computed(self, compute, edges.diff(), rows, sorted_weights[:, None])
+        if len(results) < len(order):  # slots without an expert
+            results = torch.cat([results, results.new_zeros(len(order) - len(results), results.shape[-1])])
+        results = through(results, lambda results: results[places], lambda gradient: gradient[order])
+        results = results.view(-1, degree, results.shape[-1])
+        whole = (results * weights[..., None] if multiplies_result else results).sum(1).to(hidden.dtype)
+        if tensor is not None:
+            whole = gather(whole, tensor, 0, sizes)
+        return whole.view(*hidden.shape[:-1], whole.shape[-1])
+
+
+def _even(length: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of consecutive parts that differ by at most one."""
+    return tuple(length * (part + 1) // parts - length * part // parts for part in range(parts))
+
+
+class _SortedExperts(nn.Module):
+    """First base of the class of divided experts that are called with all tokens for each expert, in this order.
+
+    In Llama 4 a token that an expert is not chosen for is zero there, and so are its result and its gradient. Only
+    other rows travel. The rank multiplies its experts' rows together, with zeros after the rows of each expert.
+    """
+
+    expert_exchange: _Exchange
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the experts' results, [experts * tokens, width]. Collective: the axis, and the tensor axis."""
+        own: Any = super().forward
+        if hidden.is_meta or is_without_data(hidden):
+            return hidden * 1
+        exchange = self.expert_exchange
+        count, tensor = exchange.block.count, exchange.tensor
+        tokens = hidden.view(count, -1, hidden.shape[-1])
+        sizes = _even(tokens.shape[1], 1)
+        if tensor is not None:
+            sizes = _even(tokens.shape[1], tensor.degree)
+            tokens = slice_of(tokens, tensor, 1, sizes)
+        rows = tokens.flatten(0, 1)
+        # In exact mode the number of rows that are multiplied together must not depend on the other rows.
+        are_zeros_skipped = not exchange.exact and set(self._parameters) == {"gate_up_proj", "down_proj"}
+        is_chosen = (rows.detach() != 0).any(-1) if are_zeros_skipped else torch.ones(len(rows), dtype=torch.bool)
+        counts = is_chosen.view(count, -1).sum(1).to(hidden.device)
+        (chosen,) = is_chosen.to(hidden.device).nonzero(as_tuple=True)
+
+        def compute(arriving: list[list[int]], received: Tensor, rows: Tensor) -> Tensor:
+            longest = max(1, *(sum(of) for of in zip(*arriving, strict=True)))
+            before = received.cumsum(0) - received + longest * torch.arange(received.shape[1], device=rows.device)
+            first = received.flatten().cumsum(0).view_as(received) - received
+            places = (before - first).flatten().repeat_interleave(received.flatten(), output_size=len(rows))
+            places = places + torch.arange(len(rows), device=rows.device)
+            padded = rows.new_zeros(longest * received.shape[1], rows.shape[1]).index_copy(0, places, rows)
+            result: Tensor = own(padded)[places]
+            return result
+
+        results = exchange.computed(self, compute, counts, rows[chosen])
+        whole = results.new_zeros(len(rows), results.shape[-1]).index_copy(0, chosen, results)
+        if tensor is not None:
+            whole = gather(whole.view(count, -1, whole.shape[-1]), tensor, 1, sizes).flatten(0, 1)
+        return whole
+
+
+@dataclass(eq=False)
+class _ListedExperts:
+    """Experts of a ModuleList. Their parent's forward runs twice: to learn each expert's rows, and with the results.
+
+    So any code may choose and combine experts, if no expert's input depends on the result of another one.
+    `calls`: during a forward, the inputs of each expert, and then their results. `mode`: "own", "learn" or "use".
+    """
+
+    exchange: _Exchange
+    modules: nn.ModuleList
+    mode: str = "own"
+    calls: list[list[Tensor]] = field(default_factory=list)
+    shapes: dict[Any, tuple[int, torch.dtype]] = field(default_factory=dict)  # of results, by inputs
+
+    def learn(self, parent: nn.Module, forward: Callable[[], Any]) -> None:
+        """Store the experts' inputs in `calls`. Raises: JobError if the forward draws random numbers."""
+        homes = [(part._buffers, key, value) for part in parent.modules() for key, value in part._buffers.items()]
+        copies = [(home, key, value, value.clone()) for home, key, value in homes if value is not None]
+        before = torch_generator()
+        self.mode, self.calls = "learn", [[] for _ in self.modules]
+        try:
+            forward()
+        finally:
+            self.mode = "own"
+        for home, key, value, copied in copies:
+            home[key] = value
+            if not torch.equal(value, copied):
+                value.copy_(copied)
+        if torch_generator() != before:
+            raise JobError(
+                given=f"{type(parent).__name__}, which draws random numbers and calls the experts {self.name}",
+                conflict="with layout.expert > 1 its forward runs twice, to learn which tokens an expert gets",
+                remedy="draw the random numbers outside of this module, or use layout.expert = 1",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.exchange.block.name
+
+    def results(self) -> None:
+        """Replace the inputs in `calls` by the experts' results. Collective: the axis, and the tensor axis."""
+        exchange, inputs = self.exchange, self.calls
+        lengths = [[call.shape[:-1].numel() for call in of] for of in inputs]
+        flat = [call.flatten(0, -2) for of in inputs for call in of]
+        if not flat or len({(rows.shape[-1], rows.dtype) for rows in flat}) > 1:
+            raise JobError(
+                given=f"the experts {self.name}, called with inputs of several widths or dtypes, or not called at all",
+                conflict="with layout.expert > 1 all their rows travel in one message, which each rank takes part in",
+                remedy="call experts in each forward, with rows [..., width] of one dtype; or use layout.expert = 1",
+            )
+        rows = torch.cat(flat)
+        per_expert = [sum(of) for of in lengths]
+        tensor, sizes = exchange.tensor, _even(len(rows), 1)
+        if tensor is not None:
+            sizes = _even(len(rows), tensor.degree)
+            rows = slice_of(rows, tensor, 0, sizes)
+            ends = list(itertools.accumulate(per_expert))
+            low = sum(sizes[: tensor.place])
+            high = low + sizes[tensor.place]
+            per_expert = [max(0, min(end, high) - max(end - n, low)) for end, n in zip(ends, per_expert, strict=True)]
+        experts = self.modules[self.first : self.first + len(self.modules) // exchange.axis.degree]
+
+        def compute(arriving: list[list[int]], received: Tensor, rows: Tensor) -> Tensor:
+            parts = rows.split([number for of in arriving for number in of])
+            of_expert = [parts[place :: len(experts)] for place in range(len(experts))]
+            self.mode = "own"
+            computed = [expert(torch.cat(of)) for expert, of in zip(experts, of_expert, strict=True)]
+            split = [one.split([len(part) for part in of]) for one, of in zip(computed, of_expert, strict=True)]
+            return torch.cat([split[place][rank] for rank in range(len(arriving)) for place in range(len(experts))])
+
+        counts = torch.tensor(per_expert, device=rows.device)
+        whole = exchange.computed(self.modules, compute, counts, rows)
+        if tensor is not None:
+            whole = gather(whole, tensor, 0, sizes)
+        parts = iter(whole.split([number for of in lengths for number in of]))
+        self.calls = [[next(parts).view(*call.shape[:-1], whole.shape[-1]) for call in of] for of in inputs]
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first expert."""
+        return len(self.modules) // self.exchange.axis.degree * self.exchange.axis.place
+
+
+class _DividedParent(nn.Module):
+    """First base of the class of a module that calls the experts of a divided ModuleList."""
+
+    listed_experts: _ListedExperts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's own forward with the experts' results. Collective: the axis, and the tensor axis."""
+        own, listed = super().forward, self.listed_experts
+        if any(tensor.is_meta or is_without_data(tensor) for tensor in tensors_in((args, kwargs))):
+            return own(*args, **kwargs)
+        try:
+            listed.learn(self, lambda: own(*args, **kwargs))
+            listed.results()
+            listed.mode = "use"
+            result = own(*args, **kwargs)
+        finally:
+            listed.mode, left, listed.calls = "own", listed.calls, []
+        if any(left):
+            raise _unequal(listed.name)
+        return result
+
+
+class _ListedExpert(nn.Module):
+    """First base of the class of an expert in a divided ModuleList."""
+
+    listed_place: tuple[Any, int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Store the input or return the result that its rank has computed, as the mode of the list says."""
+        parent, place = self.listed_place
+        listed: _ListedExperts = parent.listed_experts
+        if listed.mode == "own":
+            return super().forward(*args, **kwargs)
+        calls = listed.calls[place]
+        if listed.mode == "use":
+            if not calls or calls[0].shape[:-1] != args[0].shape[:-1]:
+                raise _unequal(listed.name)
+            return calls.pop(0)
+        (rows,) = args if not kwargs else (None,)
+        if not isinstance(rows, Tensor) or rows.ndim < 2:
+            raise JobError(
+                given=f"an expert of {listed.name} that is not called with one tensor of rows [..., width]",
+                conflict="with layout.expert > 1 the rows travel to the rank of their expert, and nothing else does",
+                remedy="call the expert with one tensor, or use layout.expert = 1",
+            )
+        calls.append(rows)
+        key = rows.shape[-1], rows.dtype, torch.is_autocast_enabled(rows.device.type)
+        if key not in listed.shapes:
+            expert = listed.modules[listed.first]
+            listed.mode = "own"
+            with torch.no_grad():
+                result = expert(rows.new_zeros(1, rows.shape[-1]))
+            listed.mode = "learn"
+            listed.shapes[key] = result.shape[-1], result.dtype
+        width, dtype = listed.shapes[key]
+        return rows.new_zeros(*rows.shape[:-1], width, dtype=dtype)
+
+
+def _unequal(name: str) -> JobError:
+    return JobError(
+        given=f"the experts {name}, whose parent calls them with other rows the second time",
+        conflict="with layout.expert > 1 the parent's forward runs twice, and no expert's input may depend on the "
+        "result of another one or on state that the forward changes",
+        remedy="keep that state outside of this module, or use layout.expert = 1",
+    )
