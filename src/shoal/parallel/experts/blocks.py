@@ -81,13 +81,13 @@ def _stacked(name: str, module: nn.Module, is_named: bool) -> ExpertBlock | None
     if len(counts) != 1 or any(p.ndim < 2 for p in own.values()) or all(p.ndim < 3 for p in own.values()):
         return None
     (count,) = counts
-    taken = positional(module)
-    if count < 2 or taken not in (1, 3) or any(True for child in module.children() for _ in child.parameters()):
+    num_arguments = positional(module)
+    if count < 2 or num_arguments not in (1, 3) or any(True for child in module.children() for _ in child.parameters()):
         return None
     signs = (name.rpartition(".")[2], type(module).__name__, *expert_counts(module, count))
     if not is_named and not any(_SIGN in sign.lower() for sign in signs):
         return None
-    return ExpertBlock(name, _full(name, own), count, "routed" if taken == 3 else "sorted")
+    return ExpertBlock(name, _full(name, own), count, "routed" if num_arguments == 3 else "sorted")
 
 
 def _listed(name: str, module: nn.Module, is_named: bool) -> ExpertBlock | None:
