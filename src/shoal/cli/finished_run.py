@@ -88,12 +88,13 @@ class Run:
         """
         from shoal.checkpoint.weights import load as load_weights
         from shoal.numerics.generators import generators_kept
+        from shoal.parallel.model.adapters import adapted
         from shoal.training.setup.job_model import whole
 
         if into is None:
             with generators_kept(), inside_run(os.environ):  # initial values are drawn and then overwritten
                 job = self._job()
-                into = whole(job.model(), job if job.grains is not None else replace(job, grains=1))
+                into = whole(adapted(job.model()), job if job.grains is not None else replace(job, grains=1))
         return load_weights(self.out, into, step=step, ema=ema)
 
     def _job(self) -> Any:

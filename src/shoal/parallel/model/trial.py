@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.parallel.model.adapters.quantized import QuantizedLinear
 from shoal.parallel.model.value_free import ValueFree, twin
 
 # In float64 both results agree to about 1e-13, and if the user's code goes through float32 to about 1e-6. A wrong cut
@@ -55,6 +56,10 @@ def materialised(
     module = model.get_submodule(owner)
     named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     memo: dict[int, Any] = dict(given or {})
+    for layer in module.modules():  # bytes have no noise: dense random weights replace quantized ones
+        if isinstance(layer, QuantizedLinear) and id(layer.weight) not in memo:
+            dense = torch.randn(layer.quantization.shape, dtype=torch.float64, generator=generator)
+            memo[id(layer.weight)] = nn.Parameter(dense / math.sqrt(layer.in_features))
     for parameter in module.parameters():
         if id(parameter) in memo:
             continue

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.numerics.isolation import undisturbed
 from shoal.parallel.axis_collectives import Change, TensorAxis, enter, gather, leave
+from shoal.parallel.model.adapters.quantized import QuantizedLinear
 from shoal.parallel.model.sharded_model import Outputs, Runs
 from shoal.parallel.tensor.logits import Head, divided
 
@@ -39,6 +40,8 @@ def kind(module: nn.Module) -> str | None:
     its own outputs.
     """
     forward = type(module).forward
+    if isinstance(module, QuantizedLinear):
+        return "linear" if module.can_be_cut else None
     if isinstance(module, nn.Linear):
         return "linear" if forward is nn.Linear.forward or _is_linear(module) else None
     if isinstance(module, _CONVOLUTIONS):
@@ -81,6 +84,8 @@ def _multiplies(cls: Any, with_bias: bool) -> bool:
 def num_features(module: nn.Module) -> tuple[int, int]:
     """Return the input and output features (channels) of a linear, transposed or convolution module."""
     weight: Any = module.weight
+    if isinstance(module, QuantizedLinear):
+        return module.features
     first, second = weight.shape[:2]
     return (first, second) if kind(module) == "transposed" else (second, first)
 
@@ -101,7 +106,14 @@ def num_outputs(module: nn.Module) -> int:
 def output_dims(module: nn.Module) -> dict[str, int]:
     """Return, for each parameter of a layer, the dim that contains the outputs."""
     outputs = foreign(module)
+    if isinstance(module, QuantizedLinear):
+        return {"weight": 0, "absmax": 0, "bias": 0}
     return outputs.dims if outputs is not None else {"weight": output_dim(module), "bias": 0}
+
+
+def input_runs(module: nn.Module, runs: Runs) -> dict[str, Runs]:
+    """Return, for each parameter of a layer that a cut of the inputs cuts, the indices along the inputs' dim."""
+    return module.input_runs(runs) if isinstance(module, QuantizedLinear) else {"weight": runs}
 
 
 def feature_dim(module: nn.Module, output: Tensor) -> int:
@@ -113,7 +125,12 @@ def feature_dim(module: nn.Module, output: Tensor) -> int:
 
 
 def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the product of the module's class with other tensors than its own."""
+    """Compute the product of the module's class with other tensors than its own.
+
+    A quantized layer multiplies by its own weight; in a proof `weight` has random numbers instead.
+    """
+    if isinstance(module, QuantizedLinear) and not weight.is_floating_point():
+        return module.product(value, bias)
     if kind(module) == "transposed":
         flat = value.reshape(-1, value.shape[-1])
         product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
@@ -256,15 +273,22 @@ class Row:
         """Return all output features. Collective: the axis, an all-reduce."""
         weight, bias = module.weight, module.bias
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if isinstance(module, QuantizedLinear):
+            narrow = module.product_dtype(input)
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
             output = self.sum(product(module, input, weight, None))
             return output if bias is None else output + bias.to(output.dtype)
         # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
         # numerics/precision.py).
         with torch.autocast("cpu", enabled=False):
-            output = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
+            rounded = input.to(narrow).float()
+            if isinstance(module, QuantizedLinear):
+                output = module.multiplied(rounded, None, narrow)
+            else:
+                output = product(module, rounded, weight.to(narrow).float(), None)
             output = self.sum(output)
-            return (output if bias is None else output + bias.to(narrow).float()).to(narrow)
+            output = (output if bias is None else output + bias.to(narrow).float()).to(narrow)
+        return output.to(input.dtype) if getattr(module, "compute_dtype", None) is not None else output
 
 
 def cut_at_collectives(block: Sequence[nn.Module], cut: Callable[[Change], Change]) -> bool:

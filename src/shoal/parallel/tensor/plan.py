@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import JobError, PlanError, first_line
+from shoal.parallel.model.adapters.quantized import QuantizedLinear
 from shoal.parallel.model.sharded_model import Runs
 from shoal.parallel.model.trial import SEED, Values, WithoutDropout, floor_of, gradients, is_same, materialised
 from shoal.parallel.tensor.layers import kind, num_features, num_outputs, output_dim, output_dims, product
@@ -186,7 +187,8 @@ def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree:
     plain: dict[str, tuple[int, ...]] = {name: (size,) for name, size in sizes.items()}
     heads = {h for output in outputs.values() for h in output.heads}
     groups = {g for output in outputs.values() for g in output.groups}
-    num_inputs = num_features(model.get_submodule(candidate.row))[0]
+    row = model.get_submodule(candidate.row)
+    num_inputs = num_features(row)[0]
     first: list[SectionCut] = []
     # A view as three dims may be cut inside sections, [3, heads, width], or across them, [heads, 3, width].
     ways = [(by_sections, heads), (plain, heads)] + ([(plain, groups)] if groups else [])
@@ -194,7 +196,10 @@ def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree:
         parts = [size for sizes_of_module in sections.values() for size in sizes_of_module]
         units = math.gcd(*counted) if counted else math.gcd(*parts, num_inputs)
         cut = SectionCut(sections, units, degree)
-        if units >= degree and not any(size % units for size in (*parts, num_inputs)) and cut not in first:
+        if units < degree or any(size % units for size in (*parts, num_inputs)) or cut in first:
+            continue
+        bounds = tuple(cut.bounds(num_inputs, place) for place in range(degree))
+        if not isinstance(row, QuantizedLinear) or row.keeps_blocks(bounds):
             first.append(cut)
     yield from first
     for cut in first:
@@ -301,8 +306,8 @@ class Bench:
             weight = layer._parameters.get("weight") if kind(layer) in ("linear", "transposed") else None
             if weight is None or id(weight) in trace.foreign_uses or holders[id(weight)] > 1:
                 continue
-            shape = (_RANK, weight.shape[1]), (weight.shape[0], _RANK)
             is_row, is_transposed = name == self._row, kind(layer) == "transposed"
+            shape = (_RANK, num_features(layer)[is_transposed]), (weight.shape[0], _RANK)
             own, fixed = shape if is_row != is_transposed else shape[::-1]
             thin[id(weight)] = nn.Parameter(torch.randn(own, dtype=torch.float64, generator=generator))
             self._fixed[name] = torch.randn(fixed, dtype=torch.float64, generator=generator) / math.sqrt(max(fixed))
@@ -731,7 +736,9 @@ class _Prover:
         return result.renamed(lambda name: candidate.owner + name.removeprefix(owner))
 
     def _try(self, candidate: PairCandidate) -> ProvenPair | Exception:
-        why: NotProvenError = NotProvenError(f"no heads or features for {self._degree} ranks")
+        row = self._model.get_submodule(candidate.row)
+        blocks = f" in blocks of {row.quantization.block}" if isinstance(row, QuantizedLinear) else ""
+        why: NotProvenError = NotProvenError(f"no heads or features{blocks} for {self._degree} ranks")
         bench = None
         for cut in cuts(self._model, self._trace, candidate, self._degree):
             try:

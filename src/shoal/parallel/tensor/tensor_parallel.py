@@ -36,6 +36,7 @@ from shoal.parallel.tensor.layers import (
     Vocabulary,
     foreign,
     give_role,
+    input_runs,
     kind,
     num_outputs,
     output_dim,
@@ -117,10 +118,11 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         for name in (*pair.candidate.columns, pair.candidate.row):
             module, runs = model.get_submodule(name), pair.runs[name][axis.place]
             if name == pair.candidate.row:
-                cut(module, "weight", 1 - output_dim(module), runs)
+                for parameter, own in input_runs(module, runs).items():
+                    cut(module, parameter, 1 - output_dim(module), own)
             else:
-                cut(module, "weight", output_dim(module), runs)
-                cut(module, "bias", 0, runs)
+                for parameter, dim in output_dims(module).items():
+                    cut(module, parameter, dim, runs)
         partial += [names[id(model.get_parameter(name))] for name in pair.partial]
         slices |= pair.slices
     for name in (*plan.gathered, *plan.rows):

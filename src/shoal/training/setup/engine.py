@@ -37,6 +37,7 @@ from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.sparse_rows import shared_tables, sparse_parameters, why_dense
+from shoal.parallel.model.adapters.quantized import notes_on
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
@@ -374,6 +375,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *(f"{name}: its gradient is dense in spite of sparse=True, with {dense_for}" for name in sparse if dense_for),
         *shared_tables(model, sparse),
         *_notes_on_tables(tables, optimizer),
+        *notes_on(model),
         *unsuited(optimizer, model),
         *(
             ["the gradient is clipped in each evaluation of LBFGS, whose line search expects that of the loss"]
