@@ -48,7 +48,14 @@ def base(bits: int = 4, nested: bool = False, compute: str | None = None, hidden
     return quantized(LlamaForCausalLM(config), bits, nested, getattr(torch, compute) if compute else None)
 
 
-def model(bits: int = 4, nested: bool = False, compute: str | None = None, kind: str = "lora", hidden: int = 128, targets: str = "") -> Any:
+def model(
+    bits: int = 4,
+    nested: bool = False,
+    compute: str | None = None,
+    kind: str = "lora",
+    hidden: int = 128,
+    targets: str = "",
+) -> Any:
     from peft import IA3Config, LoraConfig, get_peft_model
 
     torch.manual_seed(6)

@@ -111,7 +111,8 @@ class QuantizedLinear(nn.Linear):
     def multiplied(self, input: Tensor, bias: Tensor | None, rounded: torch.dtype) -> Tensor:
         """Return the product in the input's dtype, with a weight and a bias that are rounded to `rounded`."""
         own = None if bias is None else bias.to(rounded).to(input.dtype)
-        output: Tensor = _DequantizedProduct.apply(input, self.weight, self.absmax, own, self.quantization, rounded)
+        stored, how = (self.weight, self.absmax), (self.quantization, rounded)
+        output: Tensor = _DequantizedProduct.apply(input, own, stored, how)
         return output
 
     @property
@@ -135,26 +136,23 @@ class _DequantizedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        weight: Tensor,
-        absmax: Tensor,
         bias: Tensor | None,
-        quantization: Quantization,
-        rounded: torch.dtype,
+        stored: tuple[Tensor, Tensor],
+        how: tuple[Quantization, torch.dtype],
     ) -> Tensor:
-        ctx.save_for_backward(weight, absmax)
-        ctx.quantization, ctx.rounded = quantization, rounded
-        return F.linear(input, quantization.dequantized(weight, absmax, rounded).to(input.dtype), bias)
+        ctx.save_for_backward(*stored)
+        ctx.quantization, ctx.rounded = how
+        return F.linear(input, ctx.quantization.dequantized(*stored, ctx.rounded).to(input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        weight, absmax = ctx.saved_tensors
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = gradient @ ctx.quantization.dequantized(weight, absmax, ctx.rounded).to(gradient.dtype)
-        if ctx.needs_input_grad[3]:
+            of_input = gradient @ ctx.quantization.dequantized(*ctx.saved_tensors, ctx.rounded).to(gradient.dtype)
+        if ctx.needs_input_grad[1]:
             of_bias = gradient.flatten(0, -2).sum(0) if gradient.ndim > 1 else gradient
-        return of_input, None, None, of_bias, None, None
+        return of_input, of_bias, None, None
 
 
 def replace_layers(model: nn.Module) -> None:
@@ -200,7 +198,9 @@ def _replace(name: str, module: Any) -> None:
         sizes = [(-(-numel // 2),), (-(-numel // block),)]
         sizes = sizes if flat else [(shape[0], shape[1] // 2), (shape[0], shape[1] // block)]
     if weight.is_meta:
-        values, scales = (weight.new_empty(size, dtype=kind) for size, kind in zip(sizes, (dtype, torch.float32), strict=True))
+        values, scales = (
+            weight.new_empty(size, dtype=kind) for size, kind in zip(sizes, (dtype, torch.float32), strict=True)
+        )
     else:
         # bitsandbytes quantizes a layer when it moves to a device.
         if not (weight.dtype == torch.int8 if is_int8 else weight.bnb_quantized):
