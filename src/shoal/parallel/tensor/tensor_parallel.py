@@ -118,8 +118,8 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         for name in (*pair.candidate.columns, pair.candidate.row):
             module, runs = model.get_submodule(name), pair.runs[name][axis.place]
             if name == pair.candidate.row:
-                for parameter, own in input_runs(module, runs).items():
-                    cut(module, parameter, 1 - output_dim(module), own)
+                for parameter, columns in input_runs(module, runs).items():
+                    cut(module, parameter, 1 - output_dim(module), columns)
             else:
                 for parameter, dim in output_dims(module).items():
                     cut(module, parameter, dim, runs)

@@ -112,16 +112,11 @@ class QuantizedLinear(nn.Linear):
         """Return the product in the input's dtype, with a weight and a bias that are rounded to `rounded`."""
         own = None if bias is None else bias.to(rounded).to(input.dtype)
         stored, how = (self.weight, self.absmax), (self.quantization, rounded)
-        output: Tensor = _DequantizedProduct.apply(input, own, stored, how)
+        output: Tensor = _DequantizedProduct.apply(input, own, stored, how)  # type: ignore[no-untyped-call]
         return output
 
-    @property
-    def W_q(self) -> Tensor:
-        """The quantized weight. By this name, HQQ's, peft knows that a layer has `dequantize` (DoRA calls it)."""
-        return self.weight
-
     def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
+        """Return the weight in float32. DoRA of peft calls this function if there is an attribute `W_q`, as HQQ has."""
         return self.quantization.dequantized(self.weight.detach(), self.absmax.detach(), torch.float32)
 
     def extra_repr(self) -> str:
@@ -226,7 +221,7 @@ def _replace(name: str, module: Any) -> None:
         module.__dict__.pop(attribute, None)
     module.compute_dtype = getattr(module, "compute_dtype", None)
     module.__class__ = QuantizedLinear
-    module.quantization = quantization
+    module.quantization, module.W_q = quantization, True
     bits = scales.detach().float().reshape(sizes[1]).contiguous().view(torch.int32)
     module.weight = nn.Parameter(values.reshape(sizes[0]).contiguous(), requires_grad=False)
     module.absmax = nn.Parameter(bits, requires_grad=False)
