@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -13,6 +14,8 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 17), nn.GELU(), nn.Linear(17, 3))
+if "16-bit" in sys.argv:  # whose second forward, within the backward, has to have the types of the first
+    model[0] = checkpoint_wrapper(model[0])
 for part in (model[0], model[2], model):
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32) if "16-bit" in sys.argv else None
     fully_shard(part, mesh=mesh, **({"mp_policy": policy} if policy else {}))

@@ -42,13 +42,15 @@ def verified(folder: Path, script: str, *words: str, fresh: bool = False) -> tup
         "fsdp2.py",
         "fsdp2.py 16-bit",
         "fsdp2.py two-forwards",
+        "sequences.py",
     ],
 )
 def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
-    code, document, output = verified(tmp_path, script, fresh="{batch}" in script)
+    code, document, output = verified(tmp_path, script, fresh="{batch}" in script or "16-bit" in script)
     assert (code, document["verdict"], document["findings"]) == (0, "verified", []), output
     coverage = document["coverage"]
     assert min(coverage["forwards"], coverage["gradients"], coverage["updates"], coverage["samples"]) >= 4
+    assert script != "sequences.py" or coverage["samples"] == 16  # sequences, not their elements
     assert not (tmp_path / "out/tensors").exists()
 
 

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.utils._pytree import tree_map
 
 
 def beside(name: str) -> Any:
@@ -123,9 +125,21 @@ def moved(tree: Any) -> Any:
         return type(tree)(moved(one) for one in tree)
     if is_mapping(tree):
         return {key: moved(value) for key, value in tree.items()}
+    if is_packed(tree):
+        return PackedSequence(*map(moved, tree))
     if isinstance(tree, (int, float, str, type(None), torch.dtype, torch.Size)):
         return plain(tree)
     raise TypeError(f"an argument of type {type(tree).__name__}")
+
+
+def is_packed(value: Any) -> bool:
+    """Return True for sequences of several lengths in torch's packed form."""
+    return isinstance(value, PackedSequence)
+
+
+def by_sequence(value: Any) -> Any:
+    """Return packed sequences as a batch of rows with zeros behind each; any other value as it is."""
+    return pad_packed_sequence(value, batch_first=True)[0] if is_packed(value) else value
 
 
 def plain(value: Any) -> Any:
@@ -222,8 +236,8 @@ class ScriptParts:
         return [part for key, part in self.parts.items() if key.startswith(f"{number}:")]
 
     def state(self, number: int, stored: dict[str, str]) -> str:
-        """Return one digest of a module's weights from the digest of each."""
-        digests = "".join(stored.get(part.key, "") for part in self.of_module(number))
+        """Return one digest of a module's weights from the digest of each that is trained."""
+        digests = "".join(stored.get(part.key, "") for part in self.of_module(number) if not part.is_frozen)
         return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
     def number_of(self, optimizer: Any) -> int:
@@ -403,7 +417,7 @@ class ScriptRecorder:
         except TypeError as error:
             self.note(f"{type(module).__name__} is called with {error}, which is not recorded: it is not replayed")
             call["args"] = None
-        inputs = [t for t in tensors_of((args, kwargs)) if t.ndim]
+        inputs = [t for t in tensors_of(tree_map(by_sequence, (args, kwargs), is_leaf=is_packed)) if t.ndim]
         columns = [row_digests(t) for t in inputs if len(t) == len(inputs[0])]
         call["rows"] = ["".join(row) for row in zip(*columns, strict=False)]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
@@ -491,7 +505,7 @@ class ScriptRecorder:
         step["raw"] = bool(step["scales"]) and not step["unscaled"] and not self.in_scaler
         of_groups = [[self.known.of(p) for p in group["params"]] for group in optimizer.param_groups]
         every = [part for group in of_groups for own in group for part in own]
-        self._store(step["weights"], every)
+        self._store(step["weights"], [part for part in every if not part.is_frozen])  # a forward may change the frozen
         unchanged = set(self.left.unchanged(part.key for part in every))
         for group, of_group in zip(optimizer.param_groups, of_groups, strict=True):
             values = {n: plain(v) for n, v in group.items() if isinstance(v, (int, float, tuple, str, type(None)))}

@@ -86,6 +86,11 @@ class ParameterPart(NamedTuple):
     gradient: Callable[[], torch.Tensor | None]
     dtype: torch.dtype  # in which the forward computes
 
+    @property
+    def is_frozen(self) -> bool:
+        """True if it gets no gradient: a whole one that a forward may change, such as a moving average of others."""
+        return self.place is None and not self.owner.requires_grad
+
 
 def parts_of(module: nn.Module, number: int) -> Iterator[ParameterPart]:
     """Yield this rank's parts of the parameters of a module, or of the wrapper around it."""

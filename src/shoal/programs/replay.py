@@ -8,7 +8,6 @@ got. No sampler has to agree, and each step is judged from its own weights. Like
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import math
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING or "_shoal_observer" not in sys.modules:
@@ -88,7 +88,11 @@ class ScriptReplay:
             self._load(keys, [step["weights"] for step in steps], places)
             result: dict[str, Any] = {"outputs": {}, "local": {}, "left_out": []}
             join_gradients(steps, [record["modules"] for record in records])
+            frozen = [(p, p.detach().clone()) for p in keys.values() if not p.requires_grad]
             for rank, step in enumerate(steps):
+                with torch.no_grad():
+                    for p, value in frozen:  # which a forward may have changed
+                        p.copy_(value)
                 own, left_out, outputs = self._gradients(modules, keys, buffers, step, first["modules"])
                 result["local"][rank], result["outputs"][rank] = own, outputs
                 result["left_out"] += left_out
@@ -181,8 +185,9 @@ class ScriptReplay:
             observer.restore_random(call["random"])
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))
-            move = functools.partial(torch.Tensor.to, device=place, copy=True)
-            args, kwargs = tree_map_only(torch.Tensor, move, (call["args"], call["kwargs"]))
+            move: Any = lambda own, to=place: own.to(to) if observer.is_packed(own) else own.to(to, copy=True)  # noqa: E731
+            given, kinds = (call["args"], call["kwargs"]), (torch.Tensor, PackedSequence)
+            args, kwargs = tree_map_only(kinds, move, given, is_leaf=observer.is_packed)
             dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None
             with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 torch.clear_autocast_cache()
@@ -300,7 +305,8 @@ class ScriptReplay:
 def read_records(folder: str) -> list[dict[str, Any]]:
     """Return the records that the ranks of an observed script wrote, in the order of ranks."""
     names = [name for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".pt")]
-    records = [torch.load(os.path.join(folder, name), weights_only=True) for name in names]
+    with torch.serialization.safe_globals([PackedSequence]):
+        records = [torch.load(os.path.join(folder, name), weights_only=True) for name in names]
     return sorted(records, key=lambda record: int(record["rank"]))
 
 
@@ -369,9 +375,15 @@ def cast_around(module: nn.Module, inside: str | None, outside: str | None) -> N
 
 def leave_whole() -> None:
     """Let what shards modules return them as they are: one process has them whole, and needs no `checkpoint`."""
+    import torch.utils.checkpoint as checkpoint
+
+    def plain(function: Any, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        own = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
+
+    checkpoint.checkpoint = plain  # before others import it
     import torch.distributed.fsdp as fsdp
     import torch.distributed.tensor as tensor
-    import torch.utils.checkpoint as checkpoint
     from torch.distributed import device_mesh
     from torch.distributed.tensor import parallel
 
@@ -391,11 +403,7 @@ def leave_whole() -> None:
     def same(*args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs.get("module", kwargs.get("tensor"))
 
-    def plain(function: Any, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-        own = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
-
-    fsdp.fully_shard, checkpoint.checkpoint = fully_shard, plain
+    fsdp.fully_shard = fully_shard
 
     def wrap(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)
