@@ -186,8 +186,8 @@ class ScriptReplay:
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))
             move: Any = lambda own, to=place: own.to(to) if observer.is_packed(own) else own.to(to, copy=True)  # noqa: E731
-            given, kinds = (call["args"], call["kwargs"]), (torch.Tensor, PackedSequence)
-            args, kwargs = tree_map_only(kinds, move, given, is_leaf=observer.is_packed)
+            recorded_args, kinds = (call["args"], call["kwargs"]), (torch.Tensor, PackedSequence)
+            args, kwargs = tree_map_only(kinds, move, recorded_args, is_leaf=observer.is_packed)
             dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None
             with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 torch.clear_autocast_cache()
