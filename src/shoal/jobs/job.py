@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.errors import JobError
-from shoal.numerics.buffer_names import BUFFER_RULES
+from shoal.numerics.buffer_names import BUFFER_RULES, balance_rate
 from shoal.plans.grains import grain_size
 
 
@@ -141,7 +141,8 @@ class Job:
         the first batch is wrong. Names are from `named_buffers()`; * stands for one part. "mean" averages the
         microbatches' values, weighted by samples. "sum" adds up the microbatches' increments, "total" their values.
         "min", "max": smallest or largest value. "last": value after the last samples. "same": all microbatches leave
-        the same value.
+        the same value. "balance:0.001", of a router's bias: it moves by this rate after each step, up for experts
+        with fewer tokens than the mean of the whole batch and down for those with more.
     watch: for example "accuracy:max" or "loss:min". After each best evaluation so far, the checkpoint is stored as
         checkpoints/best.
     callbacks: hooks into a run, each a shoal.Callback. Every process creates its own by loading the job file.
@@ -455,8 +456,8 @@ def _others(job: Job) -> Iterator[Mistake]:
         yield f"buffers={job.buffers!r:.60}", "rules belong to names of buffers", 'write {"head.load": "sum"}, say'
     else:
         for name, rule in job.buffers.items():
-            if not isinstance(name, str) or rule not in BUFFER_RULES:
-                rules = ", ".join(BUFFER_RULES)
+            if not isinstance(name, str) or (rule not in BUFFER_RULES and not balance_rate(str(rule))):
+                rules = ", ".join((*BUFFER_RULES, "balance:RATE"))
                 yield f"buffers[{name!r}]={rule!r:.40}", f"the rules are {rules}", f'write {{"{name}": "sum"}}, say'
     if job.loss_by_rows and job.outputs is None:
         given = "loss_by_rows=True without outputs"

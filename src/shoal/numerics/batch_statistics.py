@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import JobError
+from shoal.numerics.buffer_names import balance_rate
 from shoal.numerics.buffer_rules import TAKEN, declared_rules, defined_rules
+from shoal.numerics.expert_balance import COUNTS, balanced_routers, count_choices, move_biases
 from shoal.numerics.operators import views_of
 from shoal.numerics.precision import numbers
 from shoal.numerics.python_state import same_bits
@@ -209,11 +211,16 @@ class StepBuffers:
         this rank's number among them. `last_grain`: returns a step's last grain, if that is known before the step is
         read.
         """
+        count_choices(model, declared or {})
         self.model = now = ModelBuffers(model)
         homes = now.homes
         self.names: tuple[str, ...] = ()
         self.num_values = 0  # number of values that a microbatch contributes
-        self.declared = declared_rules(declared or {}, homes)
+        rules = declared_rules(declared or {}, homes)
+        # A forward leaves a balanced bias as it is; its router counts.
+        self.declared = {name: "same" if balance_rate(rule) else rule for name, rule in rules.items()}
+        self.routers = list(balanced_routers(model))
+        self.declared |= {name: "sum" for name in homes if self.routers and name.rpartition(".")[2] == COUNTS}
         # The rules of buffers that torch defines or the job declares.
         self.settled = {name: rule for name, rule in defined_rules(model).items() if name in homes} | self.declared
         self.slot = slot
@@ -256,7 +263,7 @@ class StepBuffers:
             self._blocks.append(_Block(rule, kind, is_whole, tuple(own), lengths, slots, index, size))
         self.num_values = sum(block.size for block in self._blocks)
         # Whether `assign` computes from one microbatch's terms, bit for bit, what its forward has left.
-        self.keeps = all(
+        self.keeps = not self.routers and all(
             b.is_whole or b.rule in TAKEN or (b.rule == "mean" and b.dtype.itemsize < 8) for b in self._blocks
         )
 
@@ -453,6 +460,7 @@ class StepBuffers:
                 pieces = new.split(block.lengths)
                 new = torch.cat([piece for piece, own in zip(pieces, here, strict=True) if own])
             _copy(list(zip(buffers, views_of(new, buffers), strict=True)))
+        move_biases(self.routers)
         self.saved = {}  # the step is over: nothing is left to restore
 
 

@@ -37,6 +37,7 @@ from shoal.errors import ShoalError
 from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.expert_balance import balanced_routers, move_biases
 from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.no_trace import copy_of
 from shoal.numerics.operators import real_numel
@@ -174,6 +175,7 @@ class Reference:
                     if value is not None:
                         is_whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
                         buffer.copy_(value.round() if is_whole else value)
+            move_biases(balanced_routers(self.model))
         _capture(trace, self.model, self._optimizer)
         return result
 

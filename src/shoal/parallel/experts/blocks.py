@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.errors import JobError
-from shoal.numerics.buffer_names import matches
 
 _SIGN = "expert"  # in the name of a module, its class, or its attribute with the number of experts
 
@@ -43,57 +42,40 @@ class ExpertBlock:
         return f"{self.name}.{expert}"
 
 
-def expert_blocks(model: nn.Module, named: Sequence[str] = ()) -> list[ExpertBlock]:
-    """Return the experts of all layers, in the model's order.
+def expert_blocks(model: nn.Module) -> list[ExpertBlock]:
+    """Return the experts of all layers, in the order of the model, on any device.
 
-    Args:
-        model: a model on any device.
-        named: names of modules that contain experts but whose structure alone does not show it; * stands for one part.
-
-    Raises:
-        JobError: If a pattern in `named` matches no module that can be divided.
+    Stacked experts are a module's own parameters of one first dim, at least one of them with three dims, if its forward
+    takes one or three arguments and `expert` is in the name of the module, of its class, or of an attribute that is
+    their number. A ModuleList with `expert` in its name has experts if its members have one class and equal shapes.
     """
     blocks: list[ExpertBlock] = []
-    used = set[str]()
     for name, module in model.named_modules():
         if blocks and name.startswith(f"{blocks[-1].name}."):
             continue
-        patterns = {pattern for pattern in named if matches(pattern, name)}
-        block = _listed(name, module, bool(patterns)) or _stacked(name, module, bool(patterns))
+        block = _listed(name, module) or _stacked(name, module)
         if block is not None:
             blocks.append(block)
-            used |= patterns
-    unknown = [pattern for pattern in named if pattern not in used]
-    if unknown:
-        raise JobError(
-            given=f'experts=["{unknown[0]}"]',
-            conflict="the model has no module of this name with experts that can be divided: a ModuleList of modules "
-            "of one class and shape, or a module whose own parameters have the experts as first dim and whose forward "
-            "takes hidden states, indices of experts and weights",
-            remedy="name it as model.named_modules() does; * stands for one part of the name",
-        )
     return blocks
 
 
-def _stacked(name: str, module: nn.Module, is_named: bool) -> ExpertBlock | None:
+def _stacked(name: str, module: nn.Module) -> ExpertBlock | None:
     own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    counts = {parameter.shape[0] for parameter in own.values() if parameter.ndim > 1}
-    if len(counts) != 1 or any(p.ndim < 2 for p in own.values()) or all(p.ndim < 3 for p in own.values()):
+    counts = {parameter.shape[:1] for parameter in own.values()}
+    if len(counts) != 1 or min(p.ndim for p in own.values()) < 2 or max(p.ndim for p in own.values()) < 3:
         return None
-    (count,) = counts
+    ((count,),) = counts
     num_arguments = positional(module)
-    if count < 2 or num_arguments not in (1, 3) or any(True for child in module.children() for _ in child.parameters()):
+    if count < 2 or num_arguments not in (1, 3) or any(True for c in module.children() for _ in c.parameters()):
         return None
     signs = (name.rpartition(".")[2], type(module).__name__, *expert_counts(module, count))
-    if not is_named and not any(_SIGN in sign.lower() for sign in signs):
+    if not any(_SIGN in sign.lower() for sign in signs):
         return None
     return ExpertBlock(name, _full(name, own), count, "routed" if num_arguments == 3 else "sorted")
 
 
-def _listed(name: str, module: nn.Module, is_named: bool) -> ExpertBlock | None:
-    if not isinstance(module, nn.ModuleList) or len(module) < 2 or not name:
-        return None
-    if not is_named and _SIGN not in name.rpartition(".")[2].lower():
+def _listed(name: str, module: nn.Module) -> ExpertBlock | None:
+    if not isinstance(module, nn.ModuleList) or len(module) < 2 or _SIGN not in name.rpartition(".")[2].lower():
         return None
     shapes = {(type(e), tuple((n, p.shape) for n, p in e.named_parameters())) for e in module}
     if len(shapes) > 1 or not any(True for _ in module.parameters()):

@@ -33,6 +33,7 @@ from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.expert_balance import count_choices
 from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.isolation import YieldingHooks, without_modes
 from shoal.numerics.no_trace import NoTrace
@@ -87,7 +88,9 @@ def make_model(job: Job) -> nn.Module:
             module.__class__ = _AnyBatchNorm  # type: ignore[assignment]
     refuse_wrapped(model)
     with one_thread():
-        return whole(model, job)
+        model = whole(model, job)
+    count_choices(model, job.buffers)
+    return model
 
 
 class _AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
