@@ -42,6 +42,7 @@ GROUPS = {
         Row("owners", "2026-11-30", TWO_CORES, ("owners.md", "owners.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
         Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),
+        Row("peers", "2026-11-30", "any", ("peers.md",)),
         Row("shipped", "2026-11-29", TWO_CORES, ("shipped.md", "shipped.json")),
         Row("planted_scripts", "2026-11-29", TWO_CORES, ("planted_scripts.md", "planted_scripts.json")),
         Row("verification", "2026-11-21", TWO_CORES, ("verify_results.md",)),

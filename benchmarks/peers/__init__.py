@@ -1,0 +1,1 @@
+"""Claims about other frameworks, each with a line of its release."""
