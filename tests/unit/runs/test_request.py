@@ -429,6 +429,8 @@ def test_who_has_set_a_value(job: str, tmp_path: Path) -> None:
     assert tuple(map(resumed.origin, ("steps", "plan", "data.workers"))) == (Origin.RUN,) * 3
     assert resumed.origin("bad_samples") is Origin.OPTION
     assert (resumed.course.steps, resumed.course.bad_samples) == (5, 3)
+    assert resumed.origin("layout") is Origin.RUN
+    assert request(job, "--resume", "--out", "o", "--devices", "2").origin("layout") is Origin.OPTION
     path = tmp_path / "plan.toml"
     path.write_text("[layout]\ndata = 2\n")
     assert request(job, "--plan", str(path)).origin("layout") is Origin.FILE

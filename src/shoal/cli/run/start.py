@@ -538,6 +538,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         given = given.with_sections(batch={"grains_per_microbatch": 0}, execution=chosen)
     plan = with_shares(apply_wishes(given, wishes, from_file=origin is Origin.FILE), options.shares, origin)
     if origin is Origin.RUN and plan.layout != given.layout:
+        origins["layout"] = Origin.OPTION
         say_note(f"the run's layout, {described(given)}, becomes {described(plan)}")
     if plan.serves:
         for one in declared(Course):
