@@ -28,7 +28,19 @@ def files_of(package: str, folder: Path) -> dict[str, str]:
     """Return text of a release's files by their path in it: of the sdist, or of the wheel where there is no sdist."""
     wanted = f"{package}=={RELEASES[package]['version']}"
     for binary in ("--no-binary", "--only-binary"):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", binary, package, "-d", str(folder), wanted]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            binary,
+            package,
+            "-d",
+            str(folder),
+            wanted,
+        ]
         subprocess.run(command, capture_output=True, check=False)
         if found := list(folder.iterdir()):
             break
@@ -36,7 +48,9 @@ def files_of(package: str, folder: Path) -> dict[str, str]:
         raise SystemExit(f"{wanted} could not be downloaded")
     if found[0].suffix == ".whl":
         with zipfile.ZipFile(found[0]) as wheel:
-            return {name: wheel.read(name).decode(errors="replace") for name in wheel.namelist() if name.endswith(".py")}
+            return {
+                name: wheel.read(name).decode(errors="replace") for name in wheel.namelist() if name.endswith(".py")
+            }
     with tarfile.open(found[0]) as sdist:
         members = [m for m in sdist if m.isfile() and m.name.endswith((".py", ".md"))]
         return {m.name.partition("/")[2]: sdist.extractfile(m).read().decode(errors="replace") for m in members}
@@ -73,7 +87,9 @@ def results() -> str:
     for package, release in RELEASES.items():
         for row in (row for name in TABLES for row in SOURCES[name] if package in row):
             file, line = row[package]
-            lines.append(f"| {release['name']} {release['version']} | {row['can']} | `{file}` | `{line.replace('`', '')}` |")
+            lines.append(
+                f"| {release['name']} {release['version']} | {row['can']} | `{file}` | `{line.replace('`', '')}` |"
+            )
     return "\n".join(lines) + "\n"
 
 
