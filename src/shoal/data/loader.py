@@ -223,9 +223,9 @@ class Loader(ABC):
 def no_lockstep() -> JobError:
     """Create the error for a stream in a layout whose ranks compute equal numbers of microbatches."""
     return JobError(
-        given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
+        given="a stream as train_data, with shard.level = 'gradients' or 'parameters', or layout.expert above 1",
         conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",
-        remedy='use a map-style dataset, or shard.level = "optimizer"',
+        remedy='use a map-style dataset, or shard.level = "optimizer" and layout.expert = 1',
     )
 
 

@@ -37,6 +37,8 @@ from shoal.runs.request import dumped, loaded
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Name of the group of the ranks that hold the same part of the model.
 REPLICAS = "replicas"
+# Names of the group that divides a stage's experts, and of the group of the ranks with the same experts.
+EXPERT, EXPERT_COPIES = "expert", "expert copies"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -216,7 +218,10 @@ def open_groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
     wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
     if layout.shares_grains > 1:
         wanted[REPLICAS] = ("data", "shard")
-    groups = {name: new_group([r for r in layout.groups(*axes) if len(r) > 1]) for name, axes in wanted.items()}
+    parts = {name: list(layout.groups(*axes)) for name, axes in wanted.items()}
+    if layout.expert > 1:
+        parts |= {EXPERT: layout.expert_groups(), EXPERT_COPIES: layout.expert_copies()}
+    groups = {name: new_group([r for r in of_name if len(r) > 1]) for name, of_name in parts.items()}
     return {name: group for name, group in groups.items() if group is not None}
 
 

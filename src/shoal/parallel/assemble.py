@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.distributed.collectives.choose import not_on, open_tree
+from shoal.distributed.collectives.base import Team
+from shoal.distributed.collectives.choose import not_on, open_collective, open_tree
 from shoal.distributed.collectives.fixed_tree import SharedTreeSum, TreeSum
-from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, EXPERT, EXPERT_COPIES, Mesh
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
@@ -22,11 +23,11 @@ from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
+from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
-from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
+from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
 from shoal.parallel.shard.update_division import ShardedOptimizer, UpdateDivision
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
@@ -75,6 +76,8 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
         if plan.layout.tensor > 1:
             axes.tensor(values.whole)
+        if plan.layout.expert > 1:
+            axes.experts()
         refuse_hooks(hooks, axes.division.parts, plan)
         if sequences is not None:
             axes.context(sequences)
@@ -183,6 +186,35 @@ class _Axes:
         rows = num_samples(subject.batch) or 1
         division.sends = functools.partial(tensor_traffic, plan, known, rows, axis.degree)
 
+    def experts(self) -> None:
+        """Leave this rank its experts of each mixture.
+
+        Collective: none here; forwards and backwards exchange tokens within the expert group.
+        """
+        from shoal.parallel.experts.blocks import expert_blocks
+        from shoal.parallel.experts.exchange import divide_block
+
+        mesh, division, tensor = self.mesh, self.division, TensorAxis.of(self.mesh)
+        size = mesh.layout.expert
+        place = mesh.rank % size
+        axis = tensor.place, tensor.degree, tensor.group if tensor.degree > 1 else None
+        for block in expert_blocks(self.model):
+            division.experts.update(block.parameters)
+            each = block.count // size
+            first, last = place * each, (place + 1) * each
+            if block.listed:
+                own = tuple(f"{block.name}.{number}." for number in range(first, last))
+                division.absent.update(name for name in block.parameters if not name.startswith(own))
+            else:
+                for name in block.parameters:
+                    home, _, key = name.rpartition(".")
+                    whole = self.model.get_parameter(name)
+                    division.parts[name] = part = TensorSlice.whole(whole.shape).narrow(0, first, last)
+                    cut = torch.empty(part.local_shape, dtype=whole.dtype, device="meta")
+                    self.model.get_submodule(home)._parameters[key] = nn.Parameter(cut, whole.requires_grad)
+            divide_block(self.model, block, place, size, mesh.group(EXPERT), axis)
+            division.notes.append(f"expert: {block.name}: {each} of {block.count} experts on a rank")
+
     def pipeline(self) -> Pipeline:
         """Build the pipeline's stages. Collective: all ranks, new groups."""
         from shoal.parallel.pipeline.pipeline import Pipeline, StageMessages
@@ -231,7 +263,8 @@ class _Axes:
         for axis in ("data", "shard"):
             if self.mesh.layout.degree(axis) > 1:
                 self.division.add_partial(scalars(self.model), axis)
-        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent, writing=self.division.writing)
+        known = {"experts": self.division.experts, "writing": self.division.writing}
+        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent, **known)
         self.division.cut = functools.partial(rows, self.mesh)
 
     def _trial(self, whole: Whole) -> ModelTrial:
@@ -277,10 +310,20 @@ def assemble(
         if plan.execution.exact:
             return ExactPart(sharded_model, parameters, TreeSum(num_grains, _flat(parameters, reduce)), mark)
         return FastPart(sharded_model, parameters, reduce, mark)
+    experts = sharded_model.expert_parameters()
+    expert_sums = None
+    if experts:
+        copies = mesh.layout.expert_copies()
+        summing = None
+        if len(copies[0]) > 1:
+            summing = open_collective(plan.collectives.all_reduce, Team(mesh.group(EXPERT_COPIES), copies), mesh.device)
+        expert_sums = GradientBuckets(experts, reduce, len(copies[0]), summing)
+        parameters = [p for p in parameters if all(p is not one for one in experts)]
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
 
-        return FullySharded(sharded_model, mark, late=plan.shard.reduce == "last_microbatch")
+        late = plan.shard.reduce == "last_microbatch"
+        return FullySharded(sharded_model, mark, late=late, expert_sums=expert_sums)
     trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
     if plan.shares_memory:
         from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared
@@ -295,13 +338,14 @@ def assemble(
         return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan, collective=collective)
     division = UpdateDivision(sharded_model)
     if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
-        division = ShardedOptimizer(sharded_model, parameters, mark, trained)
+        divided = [p for p in trained if all(p is not one for one in experts)]  # experts stay with their ranks
+        division = ShardedOptimizer(sharded_model, parameters, mark, divided)
     rows = SparseRows(sparse, mesh, reduce)
     dense = [p for p in parameters if all(p is not one for one in sparse)]
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(dense, reduce))
         return ExactDataParallel(sharded_model, dense, tree, mark, division, sparse=rows)
-    return DataParallel(sharded_model, dense, reduce, mark, division, plan=plan, sparse=rows)
+    return DataParallel(sharded_model, dense, reduce, mark, division, plan=plan, sparse=rows, expert_sums=expert_sums)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
 """Parallel execution plans as values: no torch, no processes."""
 
-from shoal.plans.plan import AXES, Coordinate, Layout, Plan
+from shoal.plans.plan import AXES, DEGREES, Coordinate, Layout, Plan
 
-__all__ = ["AXES", "Coordinate", "Layout", "Plan"]
+__all__ = ["AXES", "DEGREES", "Coordinate", "Layout", "Plan"]

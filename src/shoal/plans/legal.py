@@ -6,6 +6,7 @@ them from a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,7 +35,7 @@ CONFLICTS: tuple[Rule, ...] = (
             _NOT_EXACT.format(axis),
             f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
         )
-        for axis in ("tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context", "expert")
     ),
     Rule(
         lambda plan: plan.execution.exact and plan.shards_model,
@@ -109,7 +110,7 @@ CONFLICTS: tuple[Rule, ...] = (
             f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
             f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
         )
-        for axis in ("tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context", "expert")
     ),
     Rule(
         lambda plan: is_compressed(plan) and plan.precision.reduce != "float32",
@@ -134,6 +135,27 @@ CONFLICTS: tuple[Rule, ...] = (
         ("execution.compile", "layout.context"),
         "the exchange of heads has a backward of its own, which torch's compiler captures and then cannot compile",
         'execution.compile = "none", or layout.context = 1',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and is_wide(plan, "expert"),
+        ("execution.compile", "layout.expert"),
+        "the exchange of tokens has sizes that the host reads in each layer, which a compiled block cannot do",
+        'execution.compile = "none", or layout.expert = 1',
+    ),
+    *(
+        Rule(
+            lambda plan, axis=axis: is_wide(plan, "expert") and is_wide(plan, axis),  # type: ignore[misc]
+            ("layout.expert", f"layout.{axis}"),
+            f"this version divides experts over data, shard and tensor ranks, and not beside a {axis} axis",
+            f"layout.expert = 1, or layout.{axis} = 1 and a larger data, shard or tensor axis",
+        )
+        for axis in ("pipeline", "context")
+    ),
+    Rule(
+        lambda plan: is_wide(plan, "expert") and is_wide(plan, "tensor") and plan.tensor.sequence,
+        ("layout.expert", "tensor.sequence"),
+        "tensor ranks send the tokens of whole sequences, each its slice",
+        "tensor.sequence = false, or layout.expert = 1",
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and plan.memory.recompute == "selective",
@@ -166,7 +188,7 @@ CONFLICTS: tuple[Rule, ...] = (
             f"one copy serves ranks that hold the same of the model, and a {axis} axis divides it",
             f"layout.{axis} = 1 and a larger layout.data, or memory.shared = false",
         )
-        for axis in ("shard", "tensor", "pipeline", "context")
+        for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),
     Rule(
         lambda plan: plan.shares_memory and is_compressed(plan),
@@ -186,7 +208,7 @@ def _of_whole_batch(option: str) -> tuple[Rule, ...]:
             f"{option} needs the whole model on each rank, of which a {axis} axis gives a rank a part",
             f"layout.{axis} = 1 and a larger data or shard axis",
         )
-        for axis in ("tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context", "expert")
     )
     return (
         *axes,
@@ -248,7 +270,7 @@ SERVED: tuple[Rule, ...] = (
             "a worker computes whole grains with the whole model, which servers alone divide",
             f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
         )
-        for axis in ("shard", "tensor", "pipeline", "context")
+        for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),
     Rule(
         lambda plan: plan.execution.exact and plan.server.mode in ("bounded", "asynchronous"),
@@ -294,7 +316,7 @@ CLOSURE: tuple[Rule, ...] = (
             f"{_AGAIN}, and needs all parameters and their update on each rank; a {axis} axis divides them",
             f"layout.{axis} = 1 and a larger data axis",
         )
-        for axis in ("shard", "tensor", "pipeline", "context")
+        for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),
     Rule(
         lambda plan: plan.serves,
@@ -331,6 +353,19 @@ def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
     for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ()), *of_job):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
+    expert, ranks = plan.layout.expert, plan.layout.stage_ranks
+    if ranks % expert:
+        in_use = [f"layout.{axis}" for axis in _STAGE if is_wide(plan, axis)] or ["layout.data"]
+        yield Conflict(
+            "layout.expert",
+            shown(plan, "layout.expert", *in_use),
+            f"the ranks of a pipeline stage (data x shard x context x tensor = {ranks}) divide the experts in groups of "
+            "equal size: layout.expert divides their number and starts no further process",
+            f"layout.expert = {around(expert, divisors(ranks))}",
+        )
+
+
+_STAGE = ("data", "shard", "context", "tensor")
 
 
 def idle(plan: Plan) -> Iterator[str]:
@@ -369,6 +404,7 @@ class ModelFacts:
     widths: tuple[int, ...] = ()  # the dims of the layers' weights, one of which a tensor axis cuts
     sequence: int | None = None  # the longest sequence, in tokens
     repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
+    num_experts: tuple[int, ...] | None = None  # of each mixture of experts; empty for a model without one
     places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
     has_global_loss: bool = False  # whether the job's loss sees the outputs of the global batch
     has_global_norm: bool = False  # whether its batch norms see the global batch
@@ -391,7 +427,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     """Return all conflicts, in the order of a plan's sections."""
     if facts is None:
         return list(excluded(plan))
-    rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches, _one_microbatch)
+    rules = (too_many_data_ranks, _tensor_width, _context, _experts, _stages, _split, _microbatches, _one_microbatch)
     of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
     return [*of_model, *excluded(plan, facts)]
 
@@ -594,6 +630,24 @@ def _context(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
         per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
         why = f"{AT_LEAST_A_HEAD}, of {heads}{per}"
         yield Conflict(key, given, why, f"{key} = {around(context, _legal_contexts(plan, facts, heads))}")
+
+
+NO_EXPERTS = "the model has no mixture of experts that shoal recognises"
+
+
+def _experts(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    """Yield the conflict of experts that the axis cannot divide evenly, or of a model without experts."""
+    expert, counts = plan.layout.expert, facts.num_experts
+    if expert == 1 or counts is None:
+        return
+    key, given = "layout.expert", shown(plan, "layout.expert")
+    if not counts:
+        yield Conflict(key, given, NO_EXPERTS, "layout.expert = 1")
+    elif any(count % expert for count in counts):
+        fitting = divisors(math.gcd(plan.layout.stage_ranks, *counts))
+        each = " and ".join(map(str, sorted(set(counts))))
+        why = f"each rank of an expert group has as many experts as the others, and the model has {each} in a layer"
+        yield Conflict(key, given, why, f"layout.expert = {around(expert, fitting)}")
 
 
 def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from shoal.errors import PlanError, nearest
 
 # Outermost first: neighbouring ranks are on the axis that communicates most, so tensor groups stay within a host.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
+# Every degree of a layout: `expert` divides the ranks of a stage once more.
+DEGREES = (*AXES, "expert")
 
 
 class Coordinate(NamedTuple):
@@ -55,8 +58,10 @@ class _Section(BaseModel):
 
 
 class Layout(_Section):
-    """Degrees of the mesh axes, each at least 1; their product is the world size.
+    """Degrees of the mesh axes, each at least 1; their product, without `expert`, is the world size.
 
+    `expert`: number of ranks that divide the experts of each mixture. It divides the ranks of a pipeline stage (data x
+    shard x context x tensor) and is no factor of the world size. Consecutive ranks of a stage are an expert group.
     `shares`: relative speeds of the ranks that divide grains (data x shard, in rank order), as whole numbers. Empty
     means equal speeds. A rank computes grains in proportion to its speed.
     Raises: pydantic.ValidationError for a number that is no integer of at least 1.
@@ -67,6 +72,7 @@ class Layout(_Section):
     tensor: Degree = 1
     pipeline: Degree = 1
     context: Degree = 1
+    expert: Degree = 1
     shares: tuple[Degree, ...] = Field(default=(), strict=False)
 
     @property
@@ -102,6 +108,28 @@ class Layout(_Section):
         for rank in range(self.world_size):
             seen.setdefault(self.coordinate(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
         yield from seen.values()
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline stage, which `expert` divides into groups."""
+        return self.data * self.shard * self.context * self.tensor
+
+    def expert_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that divide the experts of a stage among them: consecutive ranks, in order."""
+        return [list(range(first, first + self.expert)) for first in range(0, self.world_size, self.expert)]
+
+    def expert_copies(self) -> list[list[int]]:
+        """Return the groups of ranks of a stage that hold the same experts."""
+        stages = range(0, self.world_size, self.stage_ranks)
+        return [
+            list(range(first + place, first + self.stage_ranks, self.expert))
+            for first in stages
+            for place in range(self.expert)
+        ]
+
+    def fitting_experts(self, stage_ranks: int) -> int:
+        """Return the largest degree of experts for a stage of this many ranks that divides the present degree."""
+        return math.gcd(self.expert, stage_ranks)
 
     @property
     def divides_grains(self) -> int:
@@ -243,7 +271,7 @@ class Plan(_Section):
     @property
     def divides_model(self) -> bool:
         """True if each rank has only a part of the model."""
-        return self.shards_model or self.layout.shares_grains > 1
+        return self.shards_model or self.layout.shares_grains > 1 or self.layout.expert > 1
 
     @property
     def shares_memory(self) -> bool:
@@ -397,7 +425,7 @@ _ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
 
 def degrees_in_use(layout: Layout, between: str = " = ") -> list[str]:
     """Return the name and degree of each axis with a degree above 1, in the order of the plan file."""
-    axes = ("data", "shard", "tensor", "pipeline", "context")
+    axes = ("data", "shard", "tensor", "pipeline", "context", "expert")
     return [f"{axis}{between}{layout.degree(axis)}" for axis in axes if layout.degree(axis) > 1]
 
 
@@ -443,6 +471,8 @@ def layout_name(plan: Plan) -> str:
         stages = f"x{pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
         schedule = {"1f1b": "", "interleaved_1f1b": " interleaved"}.get(pipeline.schedule, f" {pipeline.schedule}")
         words.append(f"pp{axes.pipeline}{stages}{schedule}")
+    if axes.expert > 1:
+        words.append(f"ep{axes.expert}")
     words = words or ["1 device"]
     words += [
         word for word, applies in (("shared", plan.shares_memory), ("graph", plan.execution.cuda_graph)) if applies

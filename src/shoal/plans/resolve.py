@@ -141,7 +141,8 @@ def relaid(plan: Plan, devices: int) -> Plan:
         return plan
     rest = old.world_size // old.data
     if devices % rest == 0:
-        return plan.with_sections(layout={"data": devices // rest, "shares": []})
+        expert = old.fitting_experts(devices // old.pipeline)
+        return plan.with_sections(layout={"data": devices // rest, "expert": expert, "shares": []})
     used = [axis for axis in AXES if axis != "data" and old.degree(axis) > 1]
 
     def candidates(axes: list[str], left: int) -> Iterator[dict[str, int]]:
@@ -168,6 +169,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
     if plan.layout.pipeline != degrees["pipeline"] > 1:
         sections["pipeline"] = plan.pipeline.model_copy(update={"split": ()})
     batch = plan.batch.model_copy(update={"grains_per_microbatch": 0})
+    degrees["expert"] = old.fitting_experts(devices // degrees["pipeline"])
     return plan.model_copy(update={"layout": Layout.model_validate(degrees), "batch": batch, **sections})
 
 

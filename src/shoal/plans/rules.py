@@ -86,7 +86,7 @@ CAPTURED: tuple[Rule, ...] = (
             _WHOLE,
             f"layout.{axis} = 1 and a larger layout.data",
         )
-        for axis in ("tensor", "pipeline", "context")
+        for axis in ("tensor", "pipeline", "context", "expert")
     ),
     _captured(
         lambda plan: plan.shards_model,

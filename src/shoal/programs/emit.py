@@ -16,7 +16,7 @@ from shoal.errors import CommandError, nearest
 from shoal.plans.plan import Plan
 
 _NARROW = {"float32": None, "bfloat16": "bf16", "float16": "fp16"}
-_AXES = ("tensor", "pipeline", "context", "shard")
+_AXES = ("tensor", "pipeline", "context", "shard", "expert")
 _CHECKPOINTING = "Recomputation is the model's: model.gradient_checkpointing_enable()."
 _IN_BFLOAT16 = "The script makes the model in bfloat16."
 

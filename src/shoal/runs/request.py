@@ -43,7 +43,7 @@ class What:
         rank 0 has no mesh to distribute the completed plan.
         """
         layout = self.plan.layout
-        if layout.shares_grains > 1 or self.plan.serves:
+        if layout.shares_grains > 1 or layout.expert > 1 or self.plan.serves:
             return True
         ranks = layout.divides_grains
         return ranks > 1 and ranks > (self.job.least_grains or 0)

@@ -18,7 +18,7 @@ from shoal.launch.launchers.ssh_cluster import ask_hosts
 from shoal.launch.supervise.child import in_child
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
-from shoal.plans.plan import AXES, described, plan_text
+from shoal.plans.plan import DEGREES, described, plan_text
 from shoal.plans.resolve import without_step
 from shoal.runs.directory import RunDirectory, default_directory, write_file
 from shoal.runs.request import dumped, loaded
@@ -109,8 +109,8 @@ def with_layout(plan: Plan, layout: str, devices: int | None) -> Plan:
     for part in layout.split(","):
         axis, _, number = part.strip().partition("=")
         wrong = None
-        if axis not in AXES:
-            wrong = f"no axis is called {axis}{nearest(axis, list(AXES))}"
+        if axis not in DEGREES:
+            wrong = f"no axis is called {axis}{nearest(axis, list(DEGREES))}"
         elif axis in degrees:
             wrong = f"{axis} is there twice"
         elif not number.isdecimal() or int(number) < 1:
@@ -119,10 +119,10 @@ def with_layout(plan: Plan, layout: str, devices: int | None) -> Plan:
             raise PlanError(
                 given=f"--layout {layout}",
                 conflict=wrong,
-                remedy=f"write --layout data=2,tensor=2, say, with axes of {', '.join(AXES)}",
+                remedy=f"write --layout data=2,tensor=2, say, with axes of {', '.join(DEGREES)}",
             )
         degrees[axis] = int(number)
-    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in AXES} | {"shares": []})
+    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in DEGREES} | {"shares": []})
     if devices is not None:
         refuse(other_world(plan, World(devices, f"--devices {devices}")))
     return plan

@@ -16,7 +16,7 @@ from shoal.hardware import link
 from shoal.hardware.detect import usable_memory_bytes, visible_gpus
 from shoal.launch.environment import INSIDE
 from shoal.launch.supervise.child import Child
-from shoal.plans.plan import AXES, Plan
+from shoal.plans.plan import DEGREES, Plan
 from shoal.runs.request import RunRequest, dumped, loaded
 
 _PROGRAM = "import sys, shoal.cli.run.way_out; shoal.cli.run.way_out.main(sys.argv[1])"
@@ -101,7 +101,7 @@ def advice_for(request: RunRequest) -> str:
         plain = Plan(precision=failed.precision, layout=best.layout)
         by_layout = judged_for(replace(request, what=replace(request.what, plan=plain, judged=None)), job).plan
         prediction = case_of_number.predictor.predict(by_layout)
-        degrees = {axis: getattr(best.layout, axis) for axis in AXES if getattr(best.layout, axis) > 1}
+        degrees = {axis: getattr(best.layout, axis) for axis in DEGREES if getattr(best.layout, axis) > 1}
         if prediction.fits and degrees:
             written = f"--layout {','.join(f'{axis}={degree}' for axis, degree in degrees.items())}"
         else:

@@ -203,6 +203,7 @@ class ModelDivision:
     - `sends`: messages over a tensor axis for microbatches of given numbers of samples, if there is a formula.
     - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
+    - `experts`: names of the parameters of experts that ranks divide. Their gradients are sums over an expert group.
     - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
     - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
@@ -220,6 +221,7 @@ class ModelDivision:
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     writing: set[nn.Module] = field(default_factory=set)
     owners: dict[str, int] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Record that the gradients of `names` are also partial over `axis`."""
@@ -282,6 +284,10 @@ class ShardedModel:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return name and parameter of each parameter on this rank, once even with several names."""
         return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of this rank's experts, if ranks divide the experts."""
+        return [p for name, p in self.parameters() if name in self.division.experts and p.requires_grad]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Return name and buffer of each buffer on this rank."""

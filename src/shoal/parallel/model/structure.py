@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobError
+from shoal.parallel.experts.blocks import expert_blocks
 from shoal.plans.legal import ModelFacts
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -106,6 +107,7 @@ def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size
     cuts = [name for name, _ in _flat(model, frozenset(ancestors))][1:]
     heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)
     return ModelFacts(
+        num_experts=tuple(block.count for block in expert_blocks(model)),
         num_grains=num_grains,
         grain_size=grain_size,
         blocks=blocks,

@@ -32,7 +32,7 @@ from shoal.numerics import device_reads
 from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, LateTerms, Mark, QueuedSums, StepSums
-from shoal.parallel.data.replicated import all_sums, queued_sums
+from shoal.parallel.data.replicated import GradientBuckets, all_sums, queued_sums
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlice, cut_of, local, replaced
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.shard import torch_release
@@ -51,6 +51,7 @@ def shard(
     precision: Precision,
     absent: Container[str] = (),
     *,
+    experts: Container[str] = (),
     writing: set[nn.Module] | None = None,
 ) -> list[nn.Module]:
     """Cut the parameters of a model (on the meta device, or real) in place; return the units, each gathered as one.
@@ -60,7 +61,8 @@ def shard(
         plan: plan with the level, offload and layout.
         mesh: mesh with the shard axis.
         precision: dtypes of parameters and reductions.
-        absent: names of other stages' parameters, which are not cut.
+        absent: names of other ranks' parameters, which are not cut.
+        experts: names of divided experts' parameters, which are not cut.
         writing: receives modules with hooks that may write parameters, and later modules with a forward that does.
 
     Raises: PlanError; JobError for what fully_shard does not cut.
@@ -83,7 +85,7 @@ def shard(
                 conflict="torch's fully_shard cuts and sums dense gradients only",
                 remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
             )
-    whole = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
+    whole = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent or name in experts}
     every_unit = [*(unit for unit in units(model) if not whole.issuperset(unit.parameters())), model]
     seen = set(whole)
     for unit in every_unit:  # inner units come before outer ones
@@ -439,13 +441,20 @@ class FullySharded(AccumulatingStrategy):
 
     syncs_every_microbatch = True  # each unit gathers its parameters from all ranks
 
-    def __init__(self, model: ShardedModel, mark: Mark, *, late: bool = False) -> None:
-        """Register the hooks. `late`: only the last microbatch scatters gradients; before, they accumulate whole."""
+    def __init__(
+        self, model: ShardedModel, mark: Mark, *, late: bool = False, expert_sums: GradientBuckets | None = None
+    ) -> None:
+        """Register the hooks. `late`: only the last microbatch scatters gradients; before, they accumulate whole.
+
+        `expert_sums`: sums of divided experts' gradients.
+        """
         super().__init__(model, mark)
+        self._expert_sums = expert_sums
         model.model.register_forward_pre_hook(_refuse_call, prepend=True)
         self._late = late
         self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
-        every = [p for p in model.model.parameters() if p.requires_grad]
+        experts = model.division.experts
+        every = [p for name, p in model.model.named_parameters() if p.requires_grad and name not in experts]
         self._parameters = [p for p in every if not p.is_meta]
         # Numbers common to all ranks: they include parameters of other stages, and exclude scalars.
         self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
@@ -463,6 +472,8 @@ class FullySharded(AccumulatingStrategy):
         self.rest()
         for parameter in self._parameters:
             parameter.grad = None
+        if self._expert_sums is not None:
+            self._expert_sums.begin()
         self._used.zero_()
         self._sums = None
         if self._calls is not None:
@@ -495,6 +506,8 @@ class FullySharded(AccumulatingStrategy):
                 self._handles[number] = gathered.register_post_accumulate_grad_hook(note)
 
     def arm(self) -> None:
+        if self._expert_sums is not None:
+            self._expert_sums.arm()
         self._scatter(True)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -517,7 +530,9 @@ class FullySharded(AccumulatingStrategy):
             unit.set_requires_gradient_sync(now, recurse=False)
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """Return the step's sums; the gradients are summed already. Collective: all ranks, one all-reduce."""
+        """Return the step's sums; gradients of units are summed already. Collective: all ranks, one all-reduce."""
+        if self._expert_sums is not None:
+            self._expert_sums.finish(NO_FAILURES, torch.empty(0, device=self._mesh.device))
         step_sums = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
         used = step_sums.sums[num_sums:-2] > 0
         order, squares = step_sums.sums[-2:].tolist()
@@ -547,14 +562,21 @@ class FullySharded(AccumulatingStrategy):
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         failures = torch.tensor([flags.errors, flags.redo, self._num_odd()], dtype=torch.float64)
         own = self._sums_and_used(num_sums), device_reads.sent(failures, self._mesh.device)
+        if self._expert_sums is not None:
+            own[1][-1] += self._expert_sums.queue(NO_FAILURES, torch.empty(0, device=self._mesh.device))[0][-1]
         numbers, failures = queued_sums(*own)
         failures[-1] += ((numbers[num_sums:-2] > 0) != self._usual).sum()
         failures[-1] += numbers[-2].square() != numbers[-1] * self._mesh.world_size
         self._drop()
         return QueuedSums(numbers[:num_sums], failures, None)
 
+    def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._expert_sums.memory() if self._expert_sums is not None else ([], [])
+
     def close(self) -> None:
         for handle in self._handles.values():
             handle.remove()
+        if self._expert_sums is not None:
+            self._expert_sums.close()
         if self._calls is not None:
             self._calls.close()

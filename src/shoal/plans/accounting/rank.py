@@ -128,6 +128,8 @@ def _is_known(plan: Plan, described: Described) -> bool:
     layout = plan.layout
     # Recomputation and 16-bit computing send other collectives than were observed.
     plain = plan.memory.recompute == "none" and plan.precision.compute == plan.precision.parameters == "float32"
+    if layout.expert > 1:  # bytes follow the routing
+        return False
     if layout.tensor > 1:
         alone = layout.shard == layout.pipeline == layout.context == 1
         return plain and alone and described.within is not None

@@ -51,6 +51,7 @@ class ReplicaCheck:
         """
         self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
         self.compares = mesh.layout.data > 1 and not one_copy
+        self._has_copies = len(mesh.layout.expert_copies()[0]) > 1  # of a rank's experts, if ranks divide them
         self.every = every if self.compares else None
         self._checked, self._num_checks = -1, 0
         self._before: int | None = None  # the last step with a difference
@@ -161,7 +162,7 @@ class ReplicaCheck:
             "of the samples in a buffer (register_buffer), which is the same on all ranks after each step",
         )
 
-    def _farthest(self, tensors: list[Tensor], places: list[Coordinate]) -> list[int]:
+    def _farthest(self, tensors: list[Tensor], places: list[tuple[Coordinate, int]]) -> list[int]:
         """Return the ranks with the tensors farthest from the result of the repeated steps.
 
         A flipped bit reaches the other replicas through later gradients, but its own rank also has the bit itself. The
@@ -178,12 +179,18 @@ class ReplicaCheck:
             farthest += [group[-1][1]] if len(group) > 1 and group[-1][0] > group[-2][0] else []
         return farthest
 
-    def _places(self) -> list[Coordinate]:
-        """Return each rank's coordinate, ignoring the data axis: it identifies the rank's part of the model."""
-        layout = self._mesh.layout
-        return [layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
+    def _places(self) -> list[tuple[Coordinate, int]]:
+        """Return what identifies each rank's part of the model: its coordinate but for data, and its experts' index."""
+        layout, ranks = self._mesh.layout, range(self._mesh.world_size)
+        experts = layout.expert if self._has_copies else 1
+        return [(layout.coordinate(rank)._replace(data=0), rank % experts) for rank in ranks]
 
     def _named(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and optimizer state by name, in the same order on all ranks."""
+        """Return this rank's parameters and optimizer state by name, in the same order on all ranks.
+
+        Experts of which no other rank has a copy are left out.
+        """
         state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
-        return {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
+        named = {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
+        unique = set() if self._has_copies else self._model.division.experts
+        return {path: tensor for path, tensor in named.items() if path.partition("/")[0] not in unique}

@@ -33,7 +33,7 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.assemble import mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
-from shoal.plans import AXES, Plan
+from shoal.plans import DEGREES, Plan
 from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
 from shoal.plans.plan import degrees_in_use
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
@@ -118,7 +118,7 @@ class Session:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
         if self.replay and self.replay.of is not None:  # a replay runs the same loop on one process
-            plan = plan.with_sections(layout={**dict.fromkeys(AXES, 1), "shares": []})
+            plan = plan.with_sections(layout={**dict.fromkeys(DEGREES, 1), "shares": []})
         if self.replay:  # compressed sums differ from the sums of one process
             plan = plan.uncompressed
         _refuse_divided(plan)

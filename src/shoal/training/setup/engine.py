@@ -242,8 +242,9 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         refuse(conflicts(plan, replace(facts_of_job(job), has_closure=True)))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     matrix_owners = None
-    if divided and mesh.layout.shard * mesh.layout.tensor > 1:
+    if divided and mesh.layout.shard * mesh.layout.tensor * mesh.layout.expert > 1:
         whole = together(mesh, lambda: needing_whole(optimizer, job.optimizer, sharded_model))
+        together(mesh, lambda: _refuse_whole_experts(optimizer, set(whole) & sharded_model.division.experts))
         if names := set().union(*mesh.gather_json(whole)):
             matrix_owners = MatrixOwners(sharded_model, names, clock.mark)
             optimizer = matrix_owners.build(job.optimizer)
@@ -454,6 +455,16 @@ def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple
     return parameters, optimizer
 
 
+def _refuse_whole_experts(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    """Raise JobError for an optimizer that needs whole parameters of divided experts."""
+    if names:
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, with layout.expert above 1",
+            conflict=f"its step needs the whole of {min(names)}, of which each rank has some experts",
+            remedy="use layout.expert = 1, or an optimizer that updates each element by itself",
+        )
+
+
 def _notes_on_tables(tables: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
     """Return a note on each large table with sparse gradients: the bytes that are dense all the same."""
     notes = []
@@ -509,7 +520,8 @@ def _check_data(job: Job, data: Opened, plan: Plan, mesh: Mesh) -> None:
     if plan.execution.cuda_graph:
         refuse_uncapturable(mesh.device, mapped=isinstance(source, MapSource))
     if not isinstance(source, MapSource):
-        if plan.shards_model or (job.batch_norm == "batch" and mesh.world_size > 1):
+        meets = plan.shards_model or plan.layout.expert > 1
+        if meets or (job.batch_norm == "batch" and mesh.world_size > 1):
             raise no_lockstep()
         reason = "a stream is read by the rank itself"
         idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""

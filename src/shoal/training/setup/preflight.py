@@ -73,7 +73,7 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
 
     Raises: PlanError with all conflicts, each with the nearest legal values.
     """
-    divided = plan.layout.shares_grains > 1
+    divided = plan.layout.shares_grains > 1 or plan.layout.expert > 1
     model, why = outline(job) if divided or job.grains is None else None, "as the job says"
     if job.grains is None:
         grains = grains_of(job, model)
