@@ -25,6 +25,7 @@ from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
+from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
@@ -70,7 +71,7 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
     _refuse_complex(model, plan)
-    axes = _Axes(source, plan, mesh, precision, model)
+    axes = _Axes(source, plan, mesh, precision, model, expert_blocks(model) if plan.layout.expert > 1 else ())
     axes.division.hooks = hooks = ParameterHooks(model)
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
@@ -138,6 +139,7 @@ class _Axes:
     mesh: Mesh
     precision: Precision
     model: nn.Module
+    blocks: Sequence[ExpertBlock] = ()  # the experts to divide
     division: ModelDivision = field(default_factory=ModelDivision)
 
     def sequences(self, whole: Whole) -> ContextPlan:
@@ -170,7 +172,7 @@ class _Axes:
 
         axis, division = TensorAxis.of(self.mesh), self.division
         subject = self._trial(whole)
-        plan = plan_model(subject, axis)
+        plan = plan_model(subject, axis, tuple(f"{block.name}." for block in self.blocks))
         sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
         divided = apply(self.model, plan, axis)
         division.parts |= divided.parts
@@ -191,19 +193,18 @@ class _Axes:
 
         Collective: none here; forwards and backwards exchange tokens within the expert group.
         """
-        from shoal.parallel.experts.blocks import expert_blocks
         from shoal.parallel.experts.exchange import divide_block
 
-        mesh, division, tensor = self.mesh, self.division, TensorAxis.of(self.mesh)
+        mesh, division = self.mesh, self.division
         size = mesh.layout.expert
-        place = mesh.rank % size
-        axis = tensor.place, tensor.degree, tensor.group if tensor.degree > 1 else None
-        for block in expert_blocks(self.model):
+        axis = TensorAxis(size, mesh.rank % size, mesh.group(EXPERT))
+        tensor = TensorAxis.of(mesh) if mesh.layout.tensor > 1 else None
+        for block in self.blocks:
             division.experts.update(block.parameters)
             each = block.count // size
-            first, last = place * each, (place + 1) * each
+            first, last = axis.place * each, (axis.place + 1) * each
             if block.listed:
-                own = tuple(f"{block.name}.{number}." for number in range(first, last))
+                own = tuple(f"{block.of_expert(number)}." for number in range(first, last))
                 division.absent.update(name for name in block.parameters if not name.startswith(own))
             else:
                 for name in block.parameters:
@@ -212,7 +213,7 @@ class _Axes:
                     division.parts[name] = part = TensorSlice.whole(whole.shape).narrow(0, first, last)
                     cut = torch.empty(part.local_shape, dtype=whole.dtype, device="meta")
                     self.model.get_submodule(home)._parameters[key] = nn.Parameter(cut, whole.requires_grad)
-            divide_block(self.model, block, place, size, mesh.group(EXPERT), axis)
+            divide_block(self.model, block, axis, tensor)
             division.notes.append(f"expert: {block.name}: {each} of {block.count} experts on a rank")
 
     def pipeline(self) -> Pipeline:

@@ -214,7 +214,7 @@ class RunRequest:
         name = all_reduce_here(plan.layout.divides_grains)
         if plan.execution.exact and name != "shared_memory":  # exact needs shared memory or sockets
             name = plan.collectives.all_reduce
-        alike = plan.layout.data == plan.layout.world_size
+        alike = plan.layout.data == plan.layout.world_size and plan.layout.expert == 1
         memory = {"shared": alike and name == "shared_memory"}
         plan = plan.with_sections(collectives={"all_reduce": name}, memory=memory)
         origins = {**self.origins, "collectives.all_reduce": Origin.CHOSEN, "memory.shared": Origin.CHOSEN}

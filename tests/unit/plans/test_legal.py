@@ -39,6 +39,7 @@ GPT = ModelFacts(
     num_kv_heads=4,
     widths=(32, 128),
     sequence=64,
+    num_experts=(8, 8),
 )
 
 
@@ -134,6 +135,18 @@ def piped(pipeline: int, grains: int = 1, **section: Any) -> Plan:
             "layout.context = 4",
         ),
         (
+            of(layout={"data": 2, "shard": 3, "expert": 4}),
+            "layout.expert = 4, layout.data = 2, layout.shard = 3",
+            "data x shard x context x tensor = 6",
+            "layout.expert = 3 or 6",
+        ),
+        (
+            of(layout={"data": 3, "expert": 3}),
+            "layout.expert = 3",
+            "the model has 8 in a layer",
+            "layout.expert = 1",
+        ),
+        (
             of(layout={"context": 4, "tensor": 2}),
             "layout.context = 4",
             "at least one head, of 2 (4 over layout.tensor = 2)",
@@ -167,6 +180,12 @@ def test_a_world_of_another_size() -> None:
     assert refused(plan, None, World(3, "--devices 3")).remedy == "start 8 processes, or 4 with another layout.data"
     assert "data = 1" in refused(Plan(), None, World(2, "--devices 2")).given
     assert check(plan, None, World(8, "--devices 8")) == []
+
+
+def test_a_model_without_experts_divides_none() -> None:
+    error = refused(of(layout={"data": 2, "expert": 2}), replace(GPT, num_experts=()))
+    assert (error.given, error.remedy) == ("layout.expert = 2", "layout.expert = 1")
+    assert "no mixture of experts" in error.conflict
 
 
 def test_everything_is_told_at_once() -> None:
@@ -224,6 +243,35 @@ EXCLUDED = [
         f"layout.{axis} = 1",
     )
     for axis in ("tensor", "pipeline", "context")
+] + [
+    (
+        of(layout={"data": 2, "expert": 2}, execution={"exact": True}),
+        "layout.expert = 2, execution.exact = true",
+        "execution.exact = false, or layout.expert = 1",
+    ),
+    (
+        of(layout={"data": 2, "expert": 2}, execution={"compile": "default"}),
+        'execution.compile = "default", layout.expert = 2',
+        'execution.compile = "none", or layout.expert = 1',
+    ),
+    (
+        of(layout={"data": 2, "expert": 2}, collectives={"compression": "bfloat16"}),
+        'collectives.compression = "bfloat16", layout.expert = 2',
+        "layout.expert = 1",
+    ),
+    (
+        of(layout={"tensor": 2, "expert": 2}, tensor={"sequence": True}),
+        "layout.expert = 2, tensor.sequence = true",
+        "tensor.sequence = false, or layout.expert = 1",
+    ),
+    *(
+        (
+            of(layout={"data": 2, "expert": 2, axis: 2}, batch={"grains_per_microbatch": 1}),
+            f"layout.expert = 2, layout.{axis} = 2",
+            f"layout.expert = 1, or layout.{axis} = 1",
+        )
+        for axis in ("pipeline", "context")
+    ),
 ] + [
     (
         of(layout={"shard": 2}, shard={"level": level}, execution={"exact": True}),
@@ -344,6 +392,7 @@ EXCLUDED += [
             ("tensor", {}),
             ("pipeline", {"pipeline": {"schedule": "gpipe"}}),
             ("context", {}),
+            ("expert", {}),
         )
     ),
     (

@@ -19,6 +19,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         f"{axis} axis": ({"layout": {axis: 2}}, f"execution.cuda_graph = true, layout.{axis} = 2", f"layout.{axis} = 1")
         for axis in ("tensor", "pipeline", "context")
     },
+    "experts": (
+        {"layout": {"data": 2, "expert": 2}},
+        "execution.cuda_graph = true, layout.expert = 2",
+        "layout.expert = 1",
+    ),
     "ZeRO-3": (
         {"layout": {"shard": 2}, "shard": {"level": "parameters"}},
         'shard.level = "parameters"',

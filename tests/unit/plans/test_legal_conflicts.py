@@ -29,7 +29,7 @@ EXCLUDED = [
             f'layout.{axis} = 2, server.mode = "synchronous"',
             f"layout.{axis} = 1 and a larger layout.data",
         )
-        for axis in ("shard", "tensor", "pipeline", "context")
+        for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),
     (
         served("asynchronous", execution={"exact": True}),
@@ -111,6 +111,7 @@ def test_a_worker_that_runs_ahead_computes_whole_steps() -> None:
     ("sections", "key"),
     [
         *(({"layout": {axis: 2}}, f"layout.{axis}") for axis in ("tensor", "pipeline", "context")),
+        ({"layout": {"data": 2, "expert": 2}}, "layout.expert"),
         ({"layout": {"data": 2}, "server": {"mode": "synchronous"}}, "server.mode"),
         ({"execution": {"compile": "default"}}, "execution.compile"),
         ({"execution": {"cuda_graph": True}}, "execution.compile"),
@@ -130,6 +131,7 @@ def test_a_loss_over_the_global_batch_excludes(sections: dict[str, dict[str, Any
     ("sections", "key"),
     [
         *(({"layout": {axis: 2}}, f"layout.{axis}") for axis in ("shard", "tensor", "pipeline", "context")),
+        ({"layout": {"data": 2, "expert": 2}}, "layout.expert"),
         ({"layout": {"data": 2}, "server": {"mode": "synchronous"}}, "server.mode"),
         ({"layout": {"data": 2}, "collectives": {"compression": "int8"}}, "collectives.compression"),
         ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),

@@ -36,6 +36,7 @@ NAMES: list[tuple[dict[str, Any], str]] = [
     ({"layout": {"shard": 8, "tensor": 2, "pipeline": 4}}, "dp8 zero3 tp2 pp4"),
     ({"layout": {"data": 2, "shard": 4}, "shard": {"level": "optimizer"}}, "dp8 zero1/4"),
     ({"layout": {"context": 2, "tensor": 2}, "tensor": {"sequence": True}}, "cp2 tp2+sp"),
+    ({"layout": {"data": 4, "expert": 2}}, "dp4 ep2"),
     ({"layout": {"pipeline": 2}, "pipeline": {"schedule": "zero_bubble"}}, "pp2 zero_bubble"),
     (
         {"layout": {"pipeline": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}},

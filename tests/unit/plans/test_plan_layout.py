@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plans.plan import AXES, Coordinate, Layout, Plan
+from shoal.plans.plan import AXES, Coordinate, Layout, Plan, divisors
 
 
 @st.composite
@@ -33,6 +33,19 @@ def test_groups_of_an_axis_partition_the_world(layout: Layout, axis: str) -> Non
         assert len(group) == layout.degree(axis)
         assert len({layout.coordinate(rank)._replace(**{axis: 0}) for rank in group}) == 1
         assert [getattr(layout.coordinate(rank), axis) for rank in group] == list(range(layout.degree(axis)))
+
+
+@given(layouts(), st.data())
+def test_experts_of_a_stage_are_divided_among_neighbours(layout: Layout, data: st.DataObject) -> None:
+    expert = data.draw(st.sampled_from(divisors(layout.stage_ranks)))
+    layout = layout.model_copy(update={"expert": expert})
+    groups, copies = layout.expert_groups(), layout.expert_copies()
+    for parts, size in ((groups, expert), (copies, layout.stage_ranks // expert)):
+        assert sorted(rank for part in parts for rank in part) == list(range(layout.world_size))
+        assert {len(part) for part in parts} == {size}
+        assert all(len({layout.coordinate(rank).pipeline for rank in part}) == 1 for part in parts)
+    assert all(rank % expert == part[0] % expert for part in copies for rank in part)
+    assert all(len(set(group) & set(part)) <= 1 for group in groups for part in copies)
 
 
 def test_tensor_neighbours_are_neighbours_in_rank() -> None:

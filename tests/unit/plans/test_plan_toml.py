@@ -14,7 +14,7 @@ from shoal.plans.plan import Dtype, plan_text, read_plan
 DEGREES = st.integers(1, 10**6)
 NAMES = st.text(st.characters(codec="utf-8"), max_size=12)
 VALUES = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | NAMES,
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | NAMES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=6,
 )
@@ -31,7 +31,7 @@ PLANS = st.fixed_dictionaries(
         "schema": st.just(1),
         "layout": st.fixed_dictionaries(
             {
-                **dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), DEGREES),
+                **dict.fromkeys(("data", "shard", "tensor", "pipeline", "context", "expert"), DEGREES),
                 "shares": st.lists(DEGREES, max_size=3),
             }
         ),

@@ -49,6 +49,21 @@ def test_the_product_is_the_number(devices: int) -> None:
         assert math.prod(found.degree(axis) for axis in used) == devices
 
 
+@pytest.mark.parametrize(
+    ("layout", "devices", "expert"),
+    [
+        ({"data": 8, "expert": 4}, 4, 4),
+        ({"data": 8, "expert": 4}, 6, 2),
+        ({"data": 4, "expert": 4}, 3, 1),
+        ({"shard": 4, "expert": 4}, 2, 2),
+        ({"pipeline": 2, "data": 4, "expert": 4}, 4, 2),
+    ],
+)
+def test_fewer_ranks_divide_experts_by_a_divisor(layout: dict[str, int], devices: int, expert: int) -> None:
+    found = relaid(plan(**layout), devices).layout
+    assert (found.world_size, found.expert) == (devices, expert)
+
+
 def test_what_was_chosen_for_other_degrees_is_left_open() -> None:
     sections: dict[str, Any] = {
         "batch": {"grains_per_microbatch": 3},

@@ -592,13 +592,18 @@ def follow(
     ) from errors[-1]
 
 
-def decide(model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> TensorPlan:
+def decide(
+    model: nn.Module, trace: TensorTrace, values: Values | None, degree: int, experts: tuple[str, ...] = ()
+) -> TensorPlan:
     """Return the plan of a model with proven pairs. Without `values` the proofs use random numbers.
 
+    `experts`: prefixes of the modules of experts that another axis divides, which stay whole.
     Raises: PlanError if nothing can be cut into `degree` parts.
     """
     prover = _Prover(model, trace, values, degree)
     notes, holders = _whole(model, trace, degree), _holders(model)
+    of_experts = [name for name, module in model.named_modules() if name.startswith(experts) and _own(module)]
+    notes |= dict.fromkeys(of_experts, "whole: layout.expert divides the experts")
     linear = {name: m for name, m in model.named_modules() if kind(m) in ("linear", "transposed") and name not in notes}
     usable = [name for name, m in linear.items() if all(len(holders[id(p)]) == 1 for p in _own(m))]
     pairs, failures = [], dict[str, str]()

@@ -71,9 +71,10 @@ class TensorParallel:
         ]
 
 
-def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
+def plan_model(subject: ModelTrial, axis: TensorAxis, experts: tuple[str, ...] = ()) -> TensorPlan:
     """Plan the division of a model on the axis's first rank, by tracing the loss without computing anything.
 
+    `experts`: prefixes of the modules of experts that another axis divides.
     Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError if the loss cannot be traced or nothing can be cut.
     """
@@ -82,7 +83,7 @@ def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
     if axis.place == 0:
         try:
             trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
-            plan = decide(subject.model, trace, subject.values, axis.degree)
+            plan = decide(subject.model, trace, subject.values, axis.degree, experts)
             document = {"plan": with_sliced(plan, subject, trace, axis.degree).to_json()}
         except Exception as caught:
             error = as_shoal_error(caught)

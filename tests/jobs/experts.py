@@ -1,0 +1,145 @@
+"""A small language model with mixtures of experts, and a Mixtral, on random tokens of different lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+
+WIDTH, VOCABULARY, IGNORED = 32, 64, -100
+
+
+class Experts(nn.Module):
+    """Stacked perceptrons, called with tokens, the experts of each token and their weights."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            rows, slot = (index == expert).nonzero(as_tuple=True)
+            result = F.silu(tokens[rows] @ self.up[expert].T) @ self.down[expert].T
+            found = found.index_add(0, rows, (result * weights[rows, slot, None]).to(found.dtype))
+        return found
+
+
+class Listed(nn.Module):
+    """The same of a ModuleList, with experts of torch's layers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        one = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(count)]
+        self.experts = nn.ModuleList(one)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(tokens)
+        for expert, module in enumerate(self.experts):
+            rows, slot = (index == expert).nonzero(as_tuple=True)
+            found = found.index_add(0, rows, (module(tokens[rows]) * weights[rows, slot, None]).to(found.dtype))
+        return found
+
+
+class Mixture(nn.Module):
+    """A router that chooses two of the experts for each token, and an expert for all tokens."""
+
+    def __init__(self, count: int, listed: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count, bias=False)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.routed = Listed(count) if listed else None
+        self.experts = None if listed else Experts(count)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        found: Tensor = (self.routed or self.experts)(tokens, index, weights / weights.sum(-1, keepdim=True))  # type: ignore[misc]
+        result: Tensor = found.view_as(hidden) + self.shared(hidden)
+        return result
+
+
+class Block(nn.Module):
+    """Causal attention of four heads, and a mixture."""
+
+    def __init__(self, count: int, listed: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.mixture = Mixture(count, listed)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, length, _ = hidden.shape
+        heads = self.qkv(self.norms[0](hidden)).view(rows, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(rows, length, -1))
+        found: Tensor = hidden + self.mixture(self.norms[1](hidden))
+        return found
+
+
+class Language(nn.Module):
+    """Two blocks between an embedding and a head."""
+
+    def __init__(self, count: int = 4, listed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(count, listed) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def mixtral() -> nn.Module:
+    """A Mixtral of two layers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    known = {"vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, **known, max_position_embeddings=32, use_cache=False)  # type: ignore[arg-type]
+    config._experts_implementation = "eager"  # grouped products know no float64, in which shoal verify has a reference
+    return MixtralForCausalLM(config)
+
+
+MODELS = {"stacked": Language, "listed": lambda: Language(listed=True), "three": lambda: Language(3), "mixtral": mixtral}
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(total, weight) of the next tokens; ends of short sequences do not count."""
+    found = model(batch[0])
+    logits = found if isinstance(found, Tensor) else found.logits
+    return shoal.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
+
+
+def tokens(num_samples: int, length: int = 12) -> tuple[Tensor, Tensor]:
+    """Inputs and targets int64 [N, length]."""
+    draw = torch.Generator().manual_seed(3)
+    found = torch.randint(VOCABULARY, (num_samples, length + 1), generator=draw)
+    lengths = torch.randint(3, length + 1, (num_samples, 1), generator=draw)
+    return found[:, :-1], found[:, 1:].masked_fill(torch.arange(length) >= lengths, IGNORED)
+
+
+def job(model: str = "stacked", grains: int = 4, steps: int = 6, **others: Any) -> shoal.Job:
+    """AdamW with clipping that bites; the last batch of an epoch has two samples."""
+    return shoal.Job(
+        model=MODELS[model],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        train_data=tokens(26),
+        eval_data=tokens(9),
+        global_batch=8,
+        grains=grains,
+        length=shoal.Steps(steps),
+        clip_norm=0.5,
+        **others,
+    )

@@ -1,0 +1,61 @@
+"""The expert axis: ranks that hold some experts of each mixture train the run of one process, in products of axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.jobs import experts
+from tests.launching import JOBS, Run, run
+from tests.usual import parametrize
+
+import shoal
+from shoal.training.setup.preflight import judged
+from shoal.verification.forked import trace_forked
+from shoal.verification.judge import judge_traces
+
+pytestmark = pytest.mark.ranks
+
+JOB = f"{JOBS / 'experts.py'}:job"
+# By name: the model, and the sections of the plan. Step 4 has two samples, so that some ranks have none.
+LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "data 2, expert 2": ("stacked", {"layout": {"data": 2, "expert": 2}}),
+    "data 4, expert 2": ("stacked", {"layout": {"data": 4, "expert": 2}}),
+    "data 4, expert 4": ("listed", {"layout": {"data": 4, "expert": 4}}),
+    "data 3, expert 3": ("three", {"layout": {"data": 3, "expert": 3}}),
+    "ZeRO-1, expert 2": ("listed", {"layout": {"shard": 2, "expert": 2}, "shard": {"level": "optimizer"}}),
+    "ZeRO-2 x 2, expert 4": ("stacked", {"layout": {"data": 2, "shard": 2, "expert": 4}, "shard": {"level": "gradients"}}),
+    "ZeRO-3 x 2, expert 2": ("listed", {"layout": {"data": 2, "shard": 2, "expert": 2}}),
+    "tensor 2, expert 2": ("listed", {"layout": {"tensor": 2, "expert": 2}}),
+    "tensor 2 x data 2, expert 4": ("stacked", {"layout": {"tensor": 2, "data": 2, "expert": 4}}),
+    "Mixtral, bf16": ("mixtral", {"layout": {"data": 2, "expert": 2}, "precision": {"compute": "bfloat16"}}),
+    "recomputed": ("stacked", {"layout": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}}),
+}
+
+
+@parametrize("name", LAYOUTS, usual=["data 4, expert 2", "ZeRO-3 x 2, expert 2", "tensor 2 x data 2, expert 4"])
+def test_verified(name: str, tmp_path: Path) -> None:
+    model, sections = LAYOUTS[name]
+    job = experts.job(model)
+    plan = judged(job, shoal.Plan().with_sections(**sections)).plan
+    trace_forked(lambda: job, plan, tmp_path, 4)
+    verdict = judge_traces(job, plan, tmp_path)
+    assert verdict.verified, verdict.render()
+    names = {check.name for check in verdict.checks if check.phase == "reduction"}
+    assert any("experts" in name for name in names), names
+
+
+def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    run(Run(JOB, out, None, arguments=("--layout", "data=4,expert=4", "--steps", "2"))).expect(0)
+    run(Run(JOB, out, None, arguments=("--layout", "shard=2,expert=2", "--resume", "--steps", "4"))).expect(0)
+    run(Run(JOB, out, 1, arguments=("--resume", "--steps", "5"))).expect(0)
+    run(Run(JOB, alone, 1, arguments=("--steps", "5"))).expect(0)
+    found, wanted = (load_file(sorted((o / "checkpoints").glob("step-*"))[-1] / "model.safetensors") for o in (out, alone))
+    assert found.keys() == wanted.keys()
+    assert found["blocks.0.mixture.experts.up"].shape == (4, 64, 32)
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], atol=1e-5, rtol=1e-4)
