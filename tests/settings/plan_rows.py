@@ -91,6 +91,19 @@ LAYOUT: Table = {
     "layout.tensor": Acts(layout(2, GPT, tensor=2), layout(2, GPT, data=2), held),
     "layout.pipeline": Acts(layout(2, GPT, pipeline=2), layout(2, GPT, data=2), held),
     "layout.context": Acts(layout(2, GPT, context=2), layout(2, GPT, data=2), sent),
+    "layout.expert": Acts(layout(2, "experts", data=2, expert=2), layout(2, "experts", data=2), held),
+    "layout.expert: no divisor": refused("data x shard x context x tensor = 2", layout={"data": 2, "expert": 4}),
+    "layout.expert: a model without experts": refused("no mixture of experts", layout={"data": 2, "expert": 2}),
+    "layout.expert: an uneven number": refused("3 in a layer", "three", layout={"data": 2, "expert": 2}),
+    "layout.expert: exact": refused(
+        "bits are fixed along the data axis", "experts", layout={"data": 2, "expert": 2}, execution={"exact": True}
+    ),
+    **{
+        f"layout.expert: with {axis}": refused(
+            f"not beside a {axis} axis", "experts", layout={"data": 2, axis: 2, "expert": 2}
+        )
+        for axis in ("pipeline", "context")
+    },
     "layout.shares": Acts(layout(2, data=2, shares=(5, 3)), TWO, forwards),
     "layout.shares: of another number of ranks": refused(
         "each rank that divides grains", layout={"data": 2, "shares": [5, 3, 1]}

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experts as experts_job
 import layouts
 import tiny
 import torch
@@ -273,6 +274,22 @@ def deep() -> shoal.Job:
     """A language model for four stages."""
     found: shoal.Job = dataclasses.replace(layouts.stack(2), model=Deep)
     return found
+
+
+def mixture(count: int) -> shoal.Job:
+    """A language model with mixtures of experts."""
+    found: shoal.Job = experts_job.job("stacked" if count == 4 else "three", steps=2)
+    return found
+
+
+def experts() -> shoal.Job:
+    """Four experts in each of two layers."""
+    return mixture(4)
+
+
+def three() -> shoal.Job:
+    """Three experts in each layer."""
+    return mixture(3)
 
 
 class Counted(TorchDispatchMode):
