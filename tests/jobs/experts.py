@@ -70,7 +70,8 @@ class Block(nn.Module):
 
     def __init__(self, count: int, listed: bool) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # AdamW turns the rounding of a gradient of zero into steps
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.mixture = Mixture(count, listed)
 
