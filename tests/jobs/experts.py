@@ -112,7 +112,12 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-MODELS = {"stacked": Language, "listed": lambda: Language(listed=True), "three": lambda: Language(3), "mixtral": mixtral}
+MODELS = {
+    "stacked": Language,
+    "listed": lambda: Language(listed=True),
+    "three": lambda: Language(3),
+    "mixtral": mixtral,
+}
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

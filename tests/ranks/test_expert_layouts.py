@@ -27,7 +27,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "data 4, expert 4": ("listed", {"layout": {"data": 4, "expert": 4}}),
     "data 3, expert 3": ("three", {"layout": {"data": 3, "expert": 3}}),
     "ZeRO-1, expert 2": ("listed", {"layout": {"shard": 2, "expert": 2}, "shard": {"level": "optimizer"}}),
-    "ZeRO-2 x 2, expert 4": ("stacked", {"layout": {"data": 2, "shard": 2, "expert": 4}, "shard": {"level": "gradients"}}),
+    "ZeRO-2 x 2, expert 4": (
+        "stacked",
+        {"layout": {"data": 2, "shard": 2, "expert": 4}, "shard": {"level": "gradients"}},
+    ),
     "ZeRO-3 x 2, expert 2": ("listed", {"layout": {"data": 2, "shard": 2, "expert": 2}}),
     "tensor 2, expert 2": ("listed", {"layout": {"tensor": 2, "expert": 2}}),
     "tensor 2 x data 2, expert 4": ("stacked", {"layout": {"tensor": 2, "data": 2, "expert": 4}}),
@@ -54,7 +57,9 @@ def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:
     run(Run(JOB, out, None, arguments=("--layout", "shard=2,expert=2", "--resume", "--steps", "4"))).expect(0)
     run(Run(JOB, out, 1, arguments=("--resume", "--steps", "5"))).expect(0)
     run(Run(JOB, alone, 1, arguments=("--steps", "5"))).expect(0)
-    found, wanted = (load_file(sorted((o / "checkpoints").glob("step-*"))[-1] / "model.safetensors") for o in (out, alone))
+    found, wanted = (
+        load_file(sorted((o / "checkpoints").glob("step-*"))[-1] / "model.safetensors") for o in (out, alone)
+    )
     assert found.keys() == wanted.keys()
     assert found["blocks.0.mixture.experts.up"].shape == (4, 64, 32)
     for name, value in found.items():

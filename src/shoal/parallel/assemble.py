@@ -264,8 +264,8 @@ class _Axes:
         for axis in ("data", "shard"):
             if self.mesh.layout.degree(axis) > 1:
                 self.division.add_partial(scalars(self.model), axis)
-        known = {"experts": self.division.experts, "writing": self.division.writing}
-        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent, **known)
+        division, known = self.division, (self.plan, self.mesh, self.precision)
+        shard(self.model, *known, division.absent, experts=division.experts, writing=division.writing)
         self.division.cut = functools.partial(rows, self.mesh)
 
     def _trial(self, whole: Whole) -> ModelTrial:

@@ -359,8 +359,8 @@ def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
         yield Conflict(
             "layout.expert",
             shown(plan, "layout.expert", *in_use),
-            f"the ranks of a pipeline stage (data x shard x context x tensor = {ranks}) divide the experts in groups of "
-            "equal size: layout.expert divides their number and starts no further process",
+            f"the ranks of a pipeline stage (data x shard x context x tensor = {ranks}) divide the experts in equal "
+            "groups: layout.expert divides their number and starts no further process",
             f"layout.expert = {around(expert, divisors(ranks))}",
         )
 

@@ -236,50 +236,54 @@ def test_a_pipeline_of_one_microbatch_is_noted() -> None:
 # ------------------------------------------------------------------------------------------------------- tables
 
 SHARED_SUMS: dict[str, Any] = {"collectives": {"all_reduce": "shared_memory"}}
-EXCLUDED = [
-    (
-        of(layout={axis: 2}, execution={"exact": True}, batch={"grains_per_microbatch": 1}),
-        f"layout.{axis} = 2, execution.exact = true",
-        f"layout.{axis} = 1",
-    )
-    for axis in ("tensor", "pipeline", "context")
-] + [
-    (
-        of(layout={"data": 2, "expert": 2}, execution={"exact": True}),
-        "layout.expert = 2, execution.exact = true",
-        "execution.exact = false, or layout.expert = 1",
-    ),
-    (
-        of(layout={"data": 2, "expert": 2}, execution={"compile": "default"}),
-        'execution.compile = "default", layout.expert = 2',
-        'execution.compile = "none", or layout.expert = 1',
-    ),
-    (
-        of(layout={"data": 2, "expert": 2}, collectives={"compression": "bfloat16"}),
-        'collectives.compression = "bfloat16", layout.expert = 2',
-        "layout.expert = 1",
-    ),
-    (
-        of(layout={"tensor": 2, "expert": 2}, tensor={"sequence": True}),
-        "layout.expert = 2, tensor.sequence = true",
-        "tensor.sequence = false, or layout.expert = 1",
-    ),
-    *(
+EXCLUDED = (
+    [
         (
-            of(layout={"data": 2, "expert": 2, axis: 2}, batch={"grains_per_microbatch": 1}),
-            f"layout.expert = 2, layout.{axis} = 2",
-            f"layout.expert = 1, or layout.{axis} = 1",
+            of(layout={axis: 2}, execution={"exact": True}, batch={"grains_per_microbatch": 1}),
+            f"layout.{axis} = 2, execution.exact = true",
+            f"layout.{axis} = 1",
         )
-        for axis in ("pipeline", "context")
-    ),
-] + [
-    (
-        of(layout={"shard": 2}, shard={"level": level}, execution={"exact": True}),
-        f'shard.level = "{level}", layout.shard = 2, execution.exact = true',
-        'shard.level = "optimizer"',
-    )
-    for level in ("gradients", "parameters")
-]
+        for axis in ("tensor", "pipeline", "context")
+    ]
+    + [
+        (
+            of(layout={"data": 2, "expert": 2}, execution={"exact": True}),
+            "layout.expert = 2, execution.exact = true",
+            "execution.exact = false, or layout.expert = 1",
+        ),
+        (
+            of(layout={"data": 2, "expert": 2}, execution={"compile": "default"}),
+            'execution.compile = "default", layout.expert = 2',
+            'execution.compile = "none", or layout.expert = 1',
+        ),
+        (
+            of(layout={"data": 2, "expert": 2}, collectives={"compression": "bfloat16"}),
+            'collectives.compression = "bfloat16", layout.expert = 2',
+            "layout.expert = 1",
+        ),
+        (
+            of(layout={"tensor": 2, "expert": 2}, tensor={"sequence": True}),
+            "layout.expert = 2, tensor.sequence = true",
+            "tensor.sequence = false, or layout.expert = 1",
+        ),
+        *(
+            (
+                of(layout={"data": 2, "expert": 2, axis: 2}, batch={"grains_per_microbatch": 1}),
+                f"layout.expert = 2, layout.{axis} = 2",
+                f"layout.expert = 1, or layout.{axis} = 1",
+            )
+            for axis in ("pipeline", "context")
+        ),
+    ]
+    + [
+        (
+            of(layout={"shard": 2}, shard={"level": level}, execution={"exact": True}),
+            f'shard.level = "{level}", layout.shard = 2, execution.exact = true',
+            'shard.level = "optimizer"',
+        )
+        for level in ("gradients", "parameters")
+    ]
+)
 EXCLUDED += [
     (
         of(layout={"data": 2, "shares": [3, 2, 1]}, batch={"grains_per_microbatch": 1}),
