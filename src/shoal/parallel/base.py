@@ -38,6 +38,7 @@ from shoal.parallel.shard.update_division import UpdateDivision
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
+    from shoal.parallel.data.replicated import GradientBuckets
 
 
 def run_engine(
@@ -403,6 +404,7 @@ class Strategy(ABC):
     begins_with_factor = False
     is_alone = False  # whether this rank computes all grains, of which a forward may take several
     sparse: Sequence[Tensor] = ()  # the parameters with sparse gradients
+    expert_sums: GradientBuckets | None = None  # the gradients of this rank's experts, if ranks divide them
 
     def __init__(self, model: ShardedModel, mark: Mark, update_division: UpdateDivision | None = None) -> None:
         """Set the model, the `mark` to call before communication waits, and the division of the update, if any."""
@@ -493,7 +495,7 @@ class Strategy(ABC):
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradient memory outside the parameters' own `.grad`, and memory that counts elsewhere."""
-        return [], []
+        return self.expert_sums.memory() if self.expert_sums is not None else ([], [])
 
     @abstractmethod
     def close(self) -> None:

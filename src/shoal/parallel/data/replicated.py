@@ -347,8 +347,8 @@ class DataParallel(AccumulatingStrategy):
         # Whether the sums of several ranks travel with the gradients.
         is_data_only = mesh.num_data_ranks == mesh.world_size and expert_sums is None
         self._in_buckets = reduce == torch.float32 and is_data_only
-        self._expert_sums = expert_sums
-        self.syncs_every_microbatch = expert_sums is not None  # ranks exchange tokens in each layer
+        self.expert_sums = expert_sums
+        self.syncs_every_microbatch = bool(model.division.experts)  # ranks exchange tokens in each layer
         self._nothing = torch.empty(0, device=mesh.device)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
         self._sparse_rows = sparse or SparseRows((), mesh, reduce)
@@ -358,8 +358,8 @@ class DataParallel(AccumulatingStrategy):
         self.update_division.begin()
         self._sparse_rows.begin()
         self._buckets.begin()
-        if self._expert_sums is not None:
-            self._expert_sums.begin()
+        if self.expert_sums is not None:
+            self.expert_sums.begin()
         self._sums = None
         self._factor = self._root = factor
         if self.compression is not None:
@@ -369,8 +369,8 @@ class DataParallel(AccumulatingStrategy):
         if self.compression is not None and self._sums is not None:
             self.compression.step_unit = float(self._sums[WEIGHT]) * float(self._factor)
         self._buckets.arm()
-        if self._expert_sums is not None:
-            self._expert_sums.arm()
+        if self.expert_sums is not None:
+            self.expert_sums.arm()
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Wait for the gradients. Sums and rows travel in the last bucket, or separately if its dtype is too narrow.
@@ -381,8 +381,8 @@ class DataParallel(AccumulatingStrategy):
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, self._nothing)
-            if self._expert_sums is not None:
-                self._expert_sums.finish(NO_FAILURES, self._nothing)
+            if self.expert_sums is not None:
+                self.expert_sums.finish(NO_FAILURES, self._nothing)
             self._give_rows(flags)
             if world_size > 1:
                 return all_sums(sums, flags, self._mesh.device)
@@ -428,8 +428,8 @@ class DataParallel(AccumulatingStrategy):
                 fails = flags != NO_FAILURES or self._buckets.num_odd > 0
                 return QueuedSums(sums.known if loss is not None else sums, failures, None, fails, loss)
             failures[-1] += self._num_odd()
-            if self._expert_sums is not None:
-                failures[-1] += self._expert_sums.queue(NO_FAILURES, self._nothing)[0][-1]
+            if self.expert_sums is not None:
+                failures[-1] += self.expert_sums.queue(NO_FAILURES, self._nothing)[0][-1]
             return QueuedSums(*queued_sums(sums, failures), None)
         failures, extras = self._buckets.queue(flags, self._extras(sums, row))
         cut = len(extras) - world_size * len(row)
@@ -437,13 +437,13 @@ class DataParallel(AccumulatingStrategy):
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
         own, others = self._buckets.memory()
-        of_experts, others_of_experts = self._expert_sums.memory() if self._expert_sums is not None else ([], [])
+        of_experts, others_of_experts = super().gradient_memory()
         return [*own, *of_experts, *self._sparse_rows.memory()], [*others, *others_of_experts]
 
     def close(self) -> None:
         self._buckets.close()
-        if self._expert_sums is not None:
-            self._expert_sums.close()
+        if self.expert_sums is not None:
+            self.expert_sums.close()
 
 
 def all_sums(sums: Tensor, flags: Flags, device: torch.device) -> StepSums:

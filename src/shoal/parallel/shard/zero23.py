@@ -449,7 +449,7 @@ class FullySharded(AccumulatingStrategy):
         `expert_sums`: sums of divided experts' gradients.
         """
         super().__init__(model, mark)
-        self._expert_sums = expert_sums
+        self.expert_sums = expert_sums
         model.model.register_forward_pre_hook(_refuse_call, prepend=True)
         self._late = late
         self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
@@ -472,8 +472,8 @@ class FullySharded(AccumulatingStrategy):
         self.rest()
         for parameter in self._parameters:
             parameter.grad = None
-        if self._expert_sums is not None:
-            self._expert_sums.begin()
+        if self.expert_sums is not None:
+            self.expert_sums.begin()
         self._used.zero_()
         self._sums = None
         if self._calls is not None:
@@ -506,8 +506,8 @@ class FullySharded(AccumulatingStrategy):
                 self._handles[number] = gathered.register_post_accumulate_grad_hook(note)
 
     def arm(self) -> None:
-        if self._expert_sums is not None:
-            self._expert_sums.arm()
+        if self.expert_sums is not None:
+            self.expert_sums.arm()
         self._scatter(True)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -531,8 +531,8 @@ class FullySharded(AccumulatingStrategy):
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Return the step's sums; gradients of units are summed already. Collective: all ranks, one all-reduce."""
-        if self._expert_sums is not None:
-            self._expert_sums.finish(NO_FAILURES, torch.empty(0, device=self._mesh.device))
+        if self.expert_sums is not None:
+            self.expert_sums.finish(NO_FAILURES, torch.empty(0, device=self._mesh.device))
         step_sums = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
         used = step_sums.sums[num_sums:-2] > 0
         order, squares = step_sums.sums[-2:].tolist()
@@ -562,21 +562,18 @@ class FullySharded(AccumulatingStrategy):
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         failures = torch.tensor([flags.errors, flags.redo, self._num_odd()], dtype=torch.float64)
         own = self._sums_and_used(num_sums), device_reads.sent(failures, self._mesh.device)
-        if self._expert_sums is not None:
-            own[1][-1] += self._expert_sums.queue(NO_FAILURES, torch.empty(0, device=self._mesh.device))[0][-1]
+        if self.expert_sums is not None:
+            own[1][-1] += self.expert_sums.queue(NO_FAILURES, torch.empty(0, device=self._mesh.device))[0][-1]
         numbers, failures = queued_sums(*own)
         failures[-1] += ((numbers[num_sums:-2] > 0) != self._usual).sum()
         failures[-1] += numbers[-2].square() != numbers[-1] * self._mesh.world_size
         self._drop()
         return QueuedSums(numbers[:num_sums], failures, None)
 
-    def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._expert_sums.memory() if self._expert_sums is not None else ([], [])
-
     def close(self) -> None:
         for handle in self._handles.values():
             handle.remove()
-        if self._expert_sums is not None:
-            self._expert_sums.close()
+        if self.expert_sums is not None:
+            self.expert_sums.close()
         if self._calls is not None:
             self._calls.close()
