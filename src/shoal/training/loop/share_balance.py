@@ -43,6 +43,9 @@ class ShareBalance:
             fixed = (
                 "ranks wait for each other within a forward or backward, so that their times do not show their speed"
             )
+        elif parts.updater.needs_closure:
+            given = f"--shares by-speed with {type(parts.updater.optimizer).__name__}"
+            fixed = "its closures make ranks wait for each other in a step, so that their times do not show their speed"
         elif not parts.loader.divides_anew:
             given = "--shares by-speed with a stream that has shard()"
             fixed = "a rank reads the shards of its first share to their end"
