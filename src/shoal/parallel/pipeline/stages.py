@@ -424,20 +424,28 @@ class Stages:
         """Run each stage without data and check that no output depends on a stub. Raises: LeakError."""
         for program in stage_programs[1:]:
             value_free = ValueFree(self._device)
-            with value_free.in_place(self._model, _users(function)) as named:
-                watch = StubWatch(named)
+            try:
+                with value_free.in_place(self._model, _users(function)) as named:
+                    watch = StubWatch(named)
 
-                def empty(blanks: list[Blank]) -> list[Tensor]:
-                    return [blank.empty() for blank in blanks]
+                    def empty(blanks: list[Blank]) -> list[Tensor]:
+                        return [blank.empty() for blank in blanks]
 
-                run = _StageRun(program, watch.stub, empty, self._followers, around={}, compiled={})
-                watch.follow(run)
-                given = value_free.fakes_of(batch)
-                try:
-                    with value_free.running(), watch, self._handling(watch.call):
-                        result = tree_leaves(function(self._model, given))
-                except _Left as left:
-                    result = left.values
+                    run = _StageRun(program, watch.stub, empty, self._followers, around={}, compiled={})
+                    watch.follow(run)
+                    given = value_free.fakes_of(batch)
+                    try:
+                        with value_free.running(), watch, self._handling(watch.call):
+                            result = tree_leaves(function(self._model, given))
+                    except _Left as left:
+                        result = left.values
+            except DataDependentOutputException as error:
+                raise JobError(
+                    given="a pipeline of this model",
+                    conflict="a module compares numbers of tensors, or a stage ends while a module has other "
+                    "parameters than before its forward (LoRA on target_parameters replaces them in each forward)",
+                    remedy="use layout.pipeline = 1, or adapters on target_modules",
+                ) from error
             watch.judge(program.steps[-1].name, result)
 
 
