@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from shoal.cli.options import PlanOptions
 from shoal.cli.script import refuse_script_options, script_of
-from shoal.errors import CommandError, ExitCode
+from shoal.errors import CommandError, ExitCode, PlanError
 from shoal.hardware import cluster as find_cluster
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load, parse_target
@@ -210,6 +210,12 @@ def configuration_for(answer: Answer, name: str) -> Emission:
 
     case, target = answer.question.case, emit.framework(name)
     cluster, space = case.cluster, case.space
+    if cluster.kinds:
+        raise PlanError(
+            given=f"--emit {name} with a plan for {cluster.name}",
+            conflict=f"{target.title} gives devices of several kinds equal shares",
+            remedy="leave --emit out, or give a cluster with one kind of devices",
+        )
     facts = emit.Facts(
         case.work.global_batch,
         case.work.num_grains,

@@ -229,18 +229,82 @@ def load(path: Path | str) -> Cluster:
             remedy=f"measure the machine again with shoal bench -o {path}, or read it with the version that wrote it",
         )
     table = {"name": Path(path).stem} | {key: value for key, value in document.items() if key not in _BESIDE}
-    table |= {key: described(what, table[key]) for key, what in _DESCRIBED.items() if key in table}
+    kinds = table.pop("kinds", None)
+    if kinds is None:
+        return _from_table(table, str(path))
+    beside = sorted(table.keys() - {"name", "within"})
+    if not isinstance(kinds, list) or len(kinds) < 2 or not all(isinstance(kind, dict) for kind in kinds) or beside:
+        raise HardwareError(
+            given=f"{path}: kinds" + (f" with {', '.join(beside)}" if beside else ""),
+            conflict="a file of several kinds has two or more tables [[kinds]] and, if one host has them, [within]",
+            remedy="write each kind's devices and links in its own table, as docs/hardware.md describes the format",
+        )
+    parts = [
+        _from_table({"name": f"kinds[{place}]"} | kind, f"{path}: kinds[{place}]") for place, kind in enumerate(kinds)
+    ]
+    within = checked(Link, described("link", table["within"]), f"{path}: within") if "within" in table else None
+    return joined(parts, str(table["name"]), within)
+
+
+def _from_table(table: Mapping[str, Any], source: str) -> Cluster:
+    """Return the cluster of a table. Raises: HardwareError with all mistakes."""
+    table = {**table, **{key: described(what, table[key]) for key, what in _DESCRIBED.items() if key in table}}
     for key, what in _DESCRIBED_BY_NAME.items():
         if isinstance(table.get(key), dict):
             table[key] = {name: described(what, value) for name, value in table[key].items()}
-    return checked(Cluster, table, str(path))
+    return checked(Cluster, table, source)
+
+
+def joined(kinds: Sequence[Cluster], name: str, within: Link | None = None) -> Cluster:
+    """Return one cluster of several kinds of devices, in the order of its ranks.
+
+    Args:
+        kinds: clusters of one kind each.
+        name: of the cluster.
+        within: link between the devices, if one host has all kinds; None if each host has devices of one kind.
+
+    Raises: HardwareError if one kind is CPUs and another GPUs, or the network of a kind is unknown.
+    """
+    first = kinds[0]
+    if any(kind.kinds for kind in kinds):
+        raise HardwareError(
+            given=f"cluster {name!r}",
+            conflict="one of its kinds is itself a cluster of several kinds",
+            remedy="write all kinds side by side, as 4xA100-80+4xV100-32, or in one file",
+        )
+    if len({kind.device.kind for kind in kinds}) > 1:
+        raise HardwareError(
+            given=f"cluster {name!r}",
+            conflict="some of its devices are GPUs and others cores of CPUs, which do not train together",
+            remedy="write a cluster of GPUs or one of CPUs",
+        )
+    if within is not None:
+        return replace(
+            first, name=name, devices_per_host=sum(kind.num_devices for kind in kinds), num_hosts=1, within=within,
+            between=None, alternatives={}, algorithms={}, notes=(), kinds=tuple(kinds),
+        )  # fmt: skip
+    for kind in kinds:
+        if kind.between is None:
+            raise HardwareError(
+                given=f"cluster {name!r}",
+                conflict=f"the network of the hosts with {kind.device.name} is unknown",
+                remedy=f"write its speed in Gbit/s behind it, as {kind.name}@100Gb",
+            )
+    slowest = min((kind.between for kind in kinds if kind.between is not None), key=lambda one: one.bytes_per_second)
+    hosts = sum(kind.num_hosts for kind in kinds)
+    return replace(
+        first, name=name, num_hosts=hosts, between=slowest, alternatives={}, algorithms={}, notes=(), kinds=tuple(kinds)
+    )
 
 
 def dump(cluster: Cluster, beside: Mapping[str, Any] | None = None) -> str:
     """Return the cluster as TOML text for `load`; `beside` has additional tables, which `load` ignores."""
     import tomli_w
 
-    return tomli_w.dumps({"schema": SCHEMA, **to_table(cluster), **(beside or {})})
+    table = to_table(cluster)
+    if cluster.kinds:
+        table = {key: table[key] for key in ("name", "kinds", *(("within",) if cluster.num_hosts == 1 else ()))}
+    return tomli_w.dumps({"schema": SCHEMA, **table, **(beside or {})})
 
 
 _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)

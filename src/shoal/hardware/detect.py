@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import HardwareError
-from shoal.hardware.catalogue import devices, load, named_cluster
+from shoal.hardware.catalogue import devices, joined, load, named_cluster
 from shoal.hardware.values import SHARED_MEMORY, Cluster, Curve
 
 _NOT_MEASURED = "not measured: the catalogue's numbers for what is here; `shoal bench` measures this machine"
@@ -32,13 +32,26 @@ GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 def cluster(text: str) -> Cluster:
     """Return the cluster for a name, the path of a TOML file, or "here". Its notes list guessed numbers of its device.
 
+    Texts with "+" between them are kinds of devices on hosts of their own: "4xA100-80+2x8xV100-32".
     Raises: HardwareError if there is no such cluster.
     """
     if text == "here":
         return here()
-    known = load(text) if text.endswith(".toml") else named_cluster(text)
-    guesses = (f"{known.device.name}: a guess: {guess}" for guess in known.device.guesses)
-    return replace(known, notes=tuple(dict.fromkeys((*known.notes, *guesses))))
+    if "+" in text and not Path(text).is_file():
+        parts = [part.strip() for part in text.split("+")]
+        if "" in parts:
+            raise HardwareError(
+                given=f"cluster {text!r}",
+                conflict="a kind of devices is missing beside a +",
+                remedy="write a kind on each side, as 4xA100-80+4xV100-32",
+            )
+        known = joined([cluster(part) for part in parts], text)
+    else:
+        known = load(text) if text.endswith(".toml") else named_cluster(text)
+    for one in known.kinds or (known,):
+        guesses = (f"{one.device.name}: a guess: {guess}" for guess in one.device.guesses)
+        known = replace(known, notes=tuple(dict.fromkeys((*known.notes, *one.notes, *guesses))))
+    return known
 
 
 def here() -> Cluster:

@@ -6,7 +6,7 @@ The numbers are in the TOML files of this folder, each with its source, or in a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -235,6 +235,8 @@ class Cluster:
     `device` is a rank's device if every device has a rank. With fewer ranks on a host of CPU cores each rank gets more:
     `alternatives` has a rank's device by the number of ranks on a host, and `device_for` chooses. `algorithms`: the
     speed of all_reduce within a host by shoal's own algorithms; others are as fast as `within`.
+    `kinds`: the parts of a cluster with several kinds of devices, in the order of its ranks. `device`,
+    `devices_per_host` and `within` are then those of the first kind, unless one host has all kinds (`num_hosts` is 1).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # for readers of TOML
@@ -252,11 +254,18 @@ class Cluster:
     alternatives: Mapping[Annotated[int, Field(ge=1)], Device] = field(default_factory=dict)
     algorithms: Mapping[str, Link] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kinds: tuple[Cluster, ...] = ()
 
     @property
     def num_devices(self) -> int:
         """Number of devices."""
+        if self.kinds:
+            return sum(kind.num_devices for kind in self.kinds)
         return self.devices_per_host * self.num_hosts
+
+    def with_device(self, change: Callable[[Device], Device]) -> Cluster:
+        """Return the cluster with a change of its device, and of that of each kind."""
+        return replace(self, device=change(self.device), kinds=tuple(kind.with_device(change) for kind in self.kinds))
 
     def usable_bytes(self, device: Device) -> float:
         """Return the bytes of a device's memory that a plan may use."""

@@ -486,7 +486,7 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
 
 
 # The excess of a step over the ideal shares' step from which a note appears.
-_UNEVEN = 0.05
+UNEVEN = 0.05
 
 
 def excess_of_shares(num_grains: int, shares: tuple[int, ...]) -> float:
@@ -495,15 +495,20 @@ def excess_of_shares(num_grains: int, shares: tuple[int, ...]) -> float:
     return max(size / one for size, one in zip(sizes, shares, strict=True)) * sum(shares) / num_grains - 1
 
 
+def enough_grains(shares: tuple[int, ...], facts: ModelFacts) -> int | None:
+    """Return the least larger number of equal grains that suits shares, or None if there is none."""
+    samples = facts.num_grains * facts.grain_size
+    finer = (count for count in range(facts.num_grains + 1, samples + 1) if samples % count == 0)
+    return next((count for count in finer if excess_of_shares(count, shares) <= UNEVEN), None)
+
+
 def _uneven_shares(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield a note if grains are too large for the plan's shares, with a number of grains that suits them."""
-    shares, samples = plan.layout.shares, facts.num_grains * facts.grain_size
+    shares = plan.layout.shares
     if len(shares) != plan.layout.divides_grains:
         return
-    excess = excess_of_shares(facts.num_grains, shares)
-    if excess > _UNEVEN:
-        finer = (count for count in range(facts.num_grains + 1, samples + 1) if samples % count == 0)
-        enough = next((count for count in finer if excess_of_shares(count, shares) <= _UNEVEN), None)
+    excess, enough = excess_of_shares(facts.num_grains, shares), enough_grains(shares, facts)
+    if excess > UNEVEN:
         more = f"; Job(grains={enough}) divides them better (which changes the run)" if enough is not None else ""
         sizes = share_sizes(facts.num_grains, len(shares), shares)
         yield (

@@ -25,11 +25,32 @@ from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
 from shoal.planner.answer.display import Answer
-from shoal.planner.answer.outlook import Case, Question, curve, failures, finer, goodput, sensitivity
+from shoal.planner.answer.outlook import (
+    Case,
+    KindsOfDevices,
+    Question,
+    curve,
+    failures,
+    finer,
+    goodput,
+    of_some_kinds,
+    price_of,
+    sensitivity,
+)
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.workload import Workload, segments
 from shoal.planner.profile.profiles import Batches, profile_job
-from shoal.planner.search.search import Aim, NothingFitsError, Wanted, choose, gib
+from shoal.planner.search.search import (
+    DISTINCT,
+    Aim,
+    Limit,
+    NothingFitsError,
+    Wanted,
+    choose,
+    gib,
+    limit_of,
+    simplest,
+)
 from shoal.planner.search.space import Space, counts
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described
@@ -86,7 +107,8 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         uncut=uncut,
         whole=lacking and f"this machine has torch {torch.__version__}: {lacking}",
         tensor=any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights),
-        all_reduces=others if cluster.num_hosts == 1 else {},
+        all_reduces=others if cluster.num_hosts == 1 and not cluster.kinds else {},
+        kinds=tuple(kind.num_devices for kind in cluster.kinds),
     )
     if device == "cpu" and space.all_reduces:
         space = replace(space, one_copy=_allows_one_copy(job, model, optimizer))
@@ -113,7 +135,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         return replace(work, profile=profile_job(job, other, device=device))
 
     # A half precision that the device supports, if the plan is for float32.
-    halves = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in cluster.device.flops]
+    each = [kind.device.flops for kind in cluster.kinds or (cluster,)]
+    halves = [
+        name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if all(dtype in flops for flops in each)
+    ]
     precise = None
     if cluster.device.kind == "gpu" and base.precision.compute == "float32" and halves:
 
@@ -172,7 +197,7 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
     """Add the smallest larger cluster of the same kind on which a plan fits to the error's remedy, if there is one."""
     cluster, most = case.cluster, case.space.counts[-1]
     hosts = cluster.num_hosts
-    while hosts <= _LARGEST:
+    while hosts <= _LARGEST and not cluster.kinds:
         devices = [n for n in counts(replace(cluster, num_hosts=hosts)) if n > most]
         if hosts > 1 and cluster.between is None:
             break
@@ -192,11 +217,71 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
 
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> Answer:
     """Search for the best plan and evaluate its outlook. Raises: PlanError if no plan serves the aim."""
+    if not question.case.cluster.kinds:
+        return _answer_of(question, aim, job, device_hours, clock)
+    # Each choice of the kinds of devices is searched. The result has the outlook of the best choice.
+    found: list[tuple[KindsOfDevices, Question]] = []
+    began, choices = clock(), list(of_some_kinds(question))
+    limits = [limit_of(own.case.search(), aim, own.num_steps) for own in choices if len(own.case.kinds) == 1]
+    limit = Limit(*(min(values) for values in zip(*((one.seconds, one.device_seconds) for one in limits), strict=True)))
+    for own in choices:
+        before = sum(kind.num_devices for kind in own.case.kinds[:-1])
+        numbers = tuple(number for number in own.case.space.counts if number > before)
+        names = tuple(kind.name for kind in own.case.kinds)
+        if not numbers:
+            found.append((KindsOfDevices(names, None, "--max-devices leaves none of the last kind"), own))
+            continue
+        case = replace(own.case, space=replace(own.case.space, counts=numbers))
+        try:
+            search = case.search()
+            close = search.take(Wanted(aim, limit, number=float("inf"), ties=True))
+            one = simplest(close) if close else choose(search, aim, own.num_steps, limit).chosen  # raises
+            found.append((KindsOfDevices(names, one), own))
+        except NothingFitsError as error:
+            found.append((KindsOfDevices(names, None, error.conflict), own))
+    fitting = [(kinds.best, own) for kinds, own in found if kinds.best is not None]
+    if not fitting:
+        reasons = [f"{' and '.join(kinds.names)}: {kinds.reason}" for kinds, _ in found]
+        raise NothingFitsError(
+            given=f"--aim {aim} on {question.case.cluster.name}",
+            conflict="no choice of its kinds of devices has a plan\n" + "\n".join(reasons),
+            remedy="give devices with more memory, more devices, or a smaller batch or model",
+        )
+    prices = [price_of(own.case.cluster, one.plan) for one, own in fitting]
+    if aim.name not in ("cheapest", "deadline") or None in prices:
+        prices = [1.0] * len(fitting)
+
+    def key(number: int) -> tuple[float, ...]:
+        one, _ = fitting[number]
+        return (*(factor * (prices[number] or 0.0) for factor in aim.key(one.devices, one.seconds)), one.devices)
+
+    best, chosen = fitting[min(range(len(fitting)), key=key)]
+    if aim.name == "fastest":  # more devices must save more time than the prediction error
+        as_fast = [pair for pair in fitting if pair[0].seconds <= best.seconds * (1 + DISTINCT)]
+        best, chosen = min(as_fast, key=lambda pair: (pair[0].devices, pair[0].seconds))
+    before = sum(kind.num_devices for kind in chosen.case.kinds[:-1])
+    result = _answer_of(chosen, aim, job, device_hours, clock, limit=limit, above=before)
+    return replace(result, kinds=tuple(kinds for kinds, _ in found), search_seconds=clock() - began)
+
+
+def _answer_of(
+    question: Question,
+    aim: Aim,
+    job: str,
+    device_hours: float | None,
+    clock: Any,
+    *,
+    limit: Limit | None = None,
+    above: int = 0,
+) -> Answer:
+    """Return the answer on one kind of devices, or on more than `above` devices of several."""
     case, precise = question.case, question.precise
     began = clock()
     search = case.search()
+    counts = tuple(number for number in case.space.counts if number > above)
     try:
-        choice = choose(search, aim, question.num_steps)
+        few = replace(case, space=replace(case.space, counts=counts)).search() if above else search
+        choice = choose(few, aim, question.num_steps, limit)
     except NothingFitsError as error:
         if aim.name == "deadline":
             raise

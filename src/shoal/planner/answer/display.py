@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from markupsafe import Markup
@@ -15,10 +16,12 @@ from rich.text import Text
 
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND, SearchResult, mode, operators, unaligned_products
+from shoal.planner.predict.mixed import devices_of
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
 from shoal.plans.grains import share_sizes
+from shoal.plans.legal import UNEVEN, enough_grains, excess_of_shares
 from shoal.plans.plan import described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import dollars, rate, seconds, several
@@ -145,7 +148,7 @@ def front(
 
     question, chosen, step = answer.question, answer.chosen, answer.chosen.seconds
     work, cluster, tokens, hour = question.case.work, question.case.cluster, question.sample_tokens, answer.price
-    device, peak = cluster.device_for(answer.ranks_per_host), chosen.prediction.peak_bytes
+    device, peak = answer.fullest_device, chosen.prediction.peak_bytes
     speed = f"{rate(work.global_batch / step * (tokens or 1))} {'tokens' if tokens else 'samples'}/s"
     bar, _ = similar(answer)
     likely = "no published step is like it" if cluster.device.kind == "gpu" else ""
@@ -169,6 +172,18 @@ def front(
     elif cluster.device.guesses:
         origin += ", some assumed"
     hosts = f"{several(cluster.num_hosts, 'host')} of {cluster.devices_per_host} {cluster.device.name}"
+    uneven: list[str] = []
+    if cluster.kinds:
+        each = zip(cluster.kinds, devices_of(cluster, chosen.plan.layout), strict=True)
+        hosts = f"ranks in this order: {', '.join(f'{number} {kind.device.name}' for kind, number in each if number)}"
+        shares, facts = chosen.plan.layout.shares, question.case.space.facts
+        runs = groupby(share_sizes(work.num_grains, max(1, len(shares)), shares))
+        if shares:
+            uneven = [", ".join(f"{several(sum(1 for _ in ranks), 'replica')} x {size}" for size, ranks in runs)]
+        if shares and (excess := excess_of_shares(work.num_grains, shares)) > UNEVEN:
+            uneven += [f"; {excess:.0%} longer than ideal shares"]
+            if (enough := enough_grains(shares, facts)) is not None:
+                uneven += [f": Job(grains={enough}) divides better"]
     links: list[str] = []
     for link, where in ((cluster.within, ""), (cluster.between if cluster.num_hosts > 1 else None, "between hosts ")):
         if link is not None and cluster.num_devices > 1:
@@ -218,13 +233,32 @@ def front(
         )],
         ["cost", cost],
         ["hosts", fitting(hosts, origin)],
+        ["grains", fitting(*uneven)],
         ["links", fitting(*links)],
         ["more", fitting(*more)],
         ["fewer", fewer],
+        *(["kinds", fitting(*words)] for words in kinds_in_words(answer)[:3]),
         ["next best", following],
         ["see", fitting(see, ": other layouts, parts of a step, memory, assumptions")]
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def kinds_in_words(answer: SearchResult) -> list[list[str]]:
+    """Return for each choice of the cluster's kinds its best plan, against the chosen one, in parts of a line."""
+    lines, chosen = [], tuple(kind.name for kind in answer.question.case.kinds)
+    for one in sorted(answer.kinds, key=lambda one: one.best.seconds if one.best is not None else float("inf")):
+        words = [" and ".join(one.names)]
+        if one.best is None:
+            words += [": no plan", f", {one.reason}"]
+        else:
+            change = one.best.seconds / answer.chosen.seconds - 1.0
+            how = "chosen" if one.names == chosen else f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'}"
+            if how != "chosen" and change < 0 and answer.choice.aim.name == "fastest":
+                how += ", less than a prediction can tell"
+            words += [f": {seconds(one.best.seconds)} a step", f", {how}", f", {layout_name(one.best.plan)}"]
+        lines.append(words)
+    return lines
 
 
 def modes(answer: SearchResult) -> list[str]:
@@ -264,7 +298,7 @@ def key_rows(answer: SearchResult) -> Rows:
     question, chosen = answer.question, answer.chosen
     case, prediction, devices, step = question.case, chosen.prediction, chosen.devices, chosen.seconds
     cluster, tokens, whole = case.cluster, question.sample_tokens, answer.job_seconds(step)
-    device = cluster.device_for(answer.ranks_per_host)  # of one rank; a CPU device has the rank's share of threads
+    device = answer.fullest_device
     size, number = batch(chosen, answer)
 
     samples = case.work.global_batch / step
@@ -277,7 +311,10 @@ def key_rows(answer: SearchResult) -> Rows:
     of_peak = "not known"
     if prediction.mfu is not None:
         dtype, flops = answer.peak
-        of_peak = f"{prediction.mfu:.0%} of {flops / 1e12:,.4g} TFLOP/s, the dense {dtype} peak of {device.name}"
+        of_device = f"the dense {dtype} peak of {device.name}"
+        if cluster.kinds:
+            of_device = "the mean of the devices' dense peaks"
+        of_peak = f"{prediction.mfu:.0%} of {flops / 1e12:,.4g} TFLOP/s, {of_device}"
         rest = [f"{name} {share:.0%}" for name, share in lost_shares(answer).items() if share >= _LISTED]
         of_peak += f"; the rest: {', '.join(rest)}" if rest else ""
 
@@ -593,6 +630,7 @@ def show(answer: SearchResult, console: Console, first: Rows | None = None, *, m
     add_table(_best_title(answer), BEST_HEAD, best_rows(answer))
     add_table("A step of the first", [""] * 4, [portion.row for portion in terms(answer)])
     add_table("Memory of its fullest device", [""] * 4, [portion.row for portion in memory(answer)])
+    add_lines("By kinds of devices", *("".join(words) for words in kinds_in_words(answer)))
     add_table("By number of devices", CURVE_HEAD, curve_rows(answer))
     console.print(Text(verdict(answer)), highlight=False)
     add_lines("What would change it", *(f"{what}: {step}, {effect}" for what, step, effect in change_rows(answer)))
@@ -647,5 +685,7 @@ def page(answer: SearchResult) -> str:
     if failures := goodput_lines(answer):
         parts.append(Section("Failures", failures))
     rejected = Table(["layout", "reason"], rejected_rows(answer))
+    if answer.kinds:
+        parts.append(Section("By kinds of devices", ["".join(words) for words in kinds_in_words(answer)]))
     parts += [Section("Why not", table=rejected, folded=True), Section("The plan", code=plan_text(answer.plan))]
     return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))

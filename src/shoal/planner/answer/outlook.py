@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import ceil, exp, expm1, isinf, sqrt
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.hardware.values import Cluster
+from shoal.hardware.catalogue import joined
+from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.calibrate.lessons import Correction
+from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.compute_time import DeviceModel, MatrixRow, unaligned_rows
-from shoal.planner.predict.lower_bounds import costs_of
+from shoal.planner.predict.mixed import MixedPredictor, costs_of_kinds, devices_of
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Share, Workload
 from shoal.planner.profile.values import ALIGNED, Operation
@@ -37,7 +40,7 @@ from shoal.planner.search.search import (
     gib,
     simplest,
 )
-from shoal.planner.search.space import Illegal, Space, recomputes
+from shoal.planner.search.space import Illegal, Space, counts, recomputes
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan, described, plan_text
 from shoal.report.quantities import seconds, several
@@ -58,6 +61,7 @@ MODES: dict[str, tuple[dict[str, Any], str]] = {
 TF32 = 'matmuls in TF32 (torch.backends.cuda.matmul.fp32_precision = "tf32"), which changes the run'
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
+_MOST_KINDS = 5  # kinds of devices of which every choice is searched
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
@@ -75,6 +79,11 @@ class Case:
     watch: Callable[[], None] | None = field(default=None, compare=False)  # called during a search
 
     @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The kinds of the cluster's devices: itself, if it has one kind."""
+        return self.cluster.kinds or (self.cluster,)
+
+    @property
     def own_program(self) -> Program:
         """The program to predict; defaults to shoal's own, in the mode of the base plan."""
         execution = self.space.base.execution
@@ -85,10 +94,9 @@ class Case:
     @property
     def own_cluster(self) -> Cluster:
         """The cluster to predict: the kernels of a CUDA graph do not wait for their host."""
-        device = self.cluster.device
-        if not self.space.base.execution.cuda_graph or device.kind != "gpu":
+        if not self.space.base.execution.cuda_graph or self.cluster.device.kind != "gpu":
             return self.cluster
-        return replace(self.cluster, device=replace(device, dispatch_seconds=0.0))
+        return self.cluster.with_device(lambda device: replace(device, dispatch_seconds=0.0))
 
     @property
     def predictor(self) -> Predictor:
@@ -97,7 +105,7 @@ class Case:
 
     def search(self) -> Search:
         """Return the search of this case."""
-        costs = costs_of(self.work, self.own_cluster, self.own_program, self.correction)
+        costs = costs_of_kinds(self.work, self.own_cluster, self.own_program, self.correction)
         return Search(self.space, costs, self.work.grain_size, self.watch)
 
 
@@ -134,10 +142,12 @@ class Question:
         """Return the question with a price of `dollars` (US) per device-hour."""
         if dollars is None:
             return self
-        device = self.case.cluster.device
-        sources = {**device.sources, "price_per_hour": "--price"}
-        device = replace(device, price_per_hour=dollars, sources=sources)
-        return replace(self, case=replace(self.case, cluster=replace(self.case.cluster, device=device)))
+
+        def priced(device: Device) -> Device:
+            sources = {**device.sources, "price_per_hour": "--price"}
+            return replace(device, price_per_hour=dollars, sources=sources)
+
+        return replace(self, case=replace(self.case, cluster=self.case.cluster.with_device(priced)))
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,17 @@ class Change:
     what: str
     seconds: float | None
     effect: str
+
+
+def price_of(cluster: Cluster, plan: Plan) -> float | None:
+    """Return the US dollars per device-hour of a plan, the mean over its devices, or None if unknown."""
+    if not cluster.kinds:
+        return cluster.device.price_per_hour
+    prices = [kind.device.price_per_hour for kind in cluster.kinds]
+    numbers = devices_of(cluster, plan.layout)
+    if any(price is None for price, number in zip(prices, numbers, strict=True) if number):
+        return None
+    return sum((price or 0.0) * number for price, number in zip(prices, numbers, strict=True)) / sum(numbers)
 
 
 def curve(search: Search, chosen: int) -> ScalingCurve:
@@ -258,7 +279,7 @@ def sensitivity(
     seconds = faster[0].seconds if faster else chosen.seconds
     changes.append(Change("1 GiB more on each device", seconds, effect(seconds)))
     within, between = case.cluster.within, case.cluster.between
-    if within is not None and chosen.devices > 1:
+    if within is not None and chosen.devices > 1 and not (case.cluster.kinds and between is not None):
         link = replace(within, bytes_per_second=2 * within.bytes_per_second)
         other = replace(case, cluster=replace(case.cluster, within=link))
         changes.append(predicted(other, f"twice the link in a host ({within.name})"))
@@ -517,11 +538,56 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
     return Finer(batch, better, case, best)
 
 
+# ------------------------------------------------------------------------------------------------ kinds of devices
+
+
+@dataclass(frozen=True)
+class KindsOfDevices:
+    """Best plan on some kinds of devices of a cluster, or the reason why there is none. `names`: in rank order."""
+
+    names: tuple[str, ...]
+    best: Candidate | None
+    reason: str = ""
+
+
+def of_some_kinds(question: Question) -> Iterator[Question]:
+    """Yield the question for each choice of the cluster's kinds, in the order of their speed, all kinds first.
+
+    Of more than `_MOST_KINDS` kinds, the choices are all kinds and each kind alone.
+    """
+    case, most = question.case, question.case.space.counts[-1]
+    predictor = MixedPredictor(case.work, case.own_cluster, case.own_program)
+    order = sorted(range(len(case.cluster.kinds)), key=predictor.grain_seconds)
+    kinds = [case.cluster.kinds[place] for place in order]
+    if len(kinds) <= _MOST_KINDS:
+        chosen = [some for number in range(len(kinds), 0, -1) for some in combinations(kinds, number)]
+    else:
+        chosen = [tuple(kinds), *((kind,) for kind in kinds)]
+    for some in chosen:
+        whole = some[0] if len(some) == 1 else joined(
+            some, "+".join(kind.name for kind in some),
+            case.cluster.within if case.cluster.num_hosts == 1 else None
+        )  # fmt: skip
+        if len(some) == len(kinds):
+            whole = replace(whole, name=case.cluster.name, notes=case.cluster.notes)
+        space = replace(case.space, counts=counts(whole, most), kinds=tuple(kind.num_devices for kind in whole.kinds))
+
+        def within(other: Case, whole: Cluster = whole, space: Space = space) -> Case:
+            own = replace(space, base=other.space.base)
+            return replace(other, cluster=whole, space=own, correction=read_correction(whole.name))
+
+        precise = question.precise
+        if precise is not None:
+            precise = precise[0], lambda make=precise[1], within=within: within(make())
+        yield replace(question, case=within(case), precise=precise)
+
+
 @dataclass(frozen=True, repr=False)
 class SearchResult:
     """Result of a search with its outlook.
 
-    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan.
+    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan. `kinds`: the
+    best plan on each choice of the cluster's kinds of devices, if there are several.
     """
 
     question: Question
@@ -532,6 +598,7 @@ class SearchResult:
     search_seconds: float
     job: str
     finer: Finer | None = None
+    kinds: tuple[KindsOfDevices, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -566,8 +633,8 @@ class SearchResult:
 
     @property
     def price(self) -> float | None:
-        """US dollars per device-hour, or None if unknown."""
-        return self.question.case.cluster.device.price_per_hour
+        """US dollars per device-hour, the mean over the chosen plan's devices, or None if unknown."""
+        return price_of(self.question.case.cluster, self.chosen.plan)
 
     @property
     def ranks_per_host(self) -> int:
@@ -575,10 +642,22 @@ class SearchResult:
         return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
 
     @property
+    def fullest_device(self) -> Device:
+        """The device of the fullest rank. A CPU device has the rank's share of threads."""
+        cluster = self.question.case.cluster
+        if cluster.kinds:
+            return cluster.kinds[self.chosen.prediction.fullest_kind].device
+        return cluster.device_for(self.ranks_per_host)
+
+    @property
     def peak(self) -> tuple[str, float]:
-        """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
-        predictor, plan = self.question.case.predictor, self.chosen.plan
+        """The dtype of the products and the devices' mean dense peak for it in FLOP/s, the reference of `mfu`."""
+        case, plan = self.question.case, self.chosen.plan
+        predictor = case.predictor
         dtype = predictor.reference(plan)
+        if case.cluster.kinds:
+            mixed = MixedPredictor(case.work, case.own_cluster, case.own_program)
+            return dtype, mixed.peak(plan)
         return dtype, predictor.staging.ranks(plan).device.flops[dtype]
 
     def job_seconds(self, seconds: float) -> float | None:
@@ -610,6 +689,11 @@ class SearchResult:
             "host_seconds": case.correction.host_seconds,
             "curve": {str(p.devices): p.best.seconds for p in self.curve.points if p.best is not None},
         }
+        if case.cluster.kinds:
+            numbers = devices_of(case.cluster, chosen.plan.layout)
+            about["kinds"] = {
+                kind.name: number for kind, number in zip(case.cluster.kinds, numbers, strict=True) if number
+            }
         if prediction.mfu is not None:
             about["peak_dtype"], about["peak_flops"] = self.peak
         if case.cluster.device.kind == "gpu":
@@ -624,6 +708,6 @@ class SearchResult:
         split, pipeline = prediction.split, chosen.plan.pipeline
         known = all(name in case.space.facts.cuts for name in split)
         usable = known and len(split) == chosen.plan.layout.pipeline * pipeline.stages_per_rank - 1
-        document["pipeline"]["split"] = list(split if usable else pipeline.split)
+        document["pipeline"]["split"] = list(split if usable else case.space.base.pipeline.split)
         document["prediction"] = section(prediction, about)
         return Plan.from_mapping(document, source="plan")

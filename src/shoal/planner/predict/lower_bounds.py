@@ -325,7 +325,7 @@ class Costs:
         self.memory_bytes = predictor.cluster.usable_bytes(device)
         self.memory_margin = predictor.cluster.memory_margin
         # The smallest correction factor, which keeps bounds of the whole step valid.
-        self._least = min([1.0, *self._correction.factors.values()])
+        self.factor = min([1.0, *self._correction.factors.values()])
         computer = predictor.staging.computer(device.in_faster_format(), channels_last=True)
         self._floors = Floors(computer, predictor.network, predictor.program, predictor.staging.parts)
         self._shared: tuple[Ranks, dict[str, float]] | None = None
@@ -344,6 +344,14 @@ class Costs:
         missing = max(0.0, prediction.peak_bytes - self.memory_bytes)
         if missing != prediction.missing_bytes:  # `with_more_memory`
             prediction = replace(prediction, fits=missing == 0, missing_bytes=missing)
+        return self.corrected(prediction)
+
+    def shared_out(self, plan: Plan) -> Plan:
+        """Return the plan with stages and shares of grains by the speed of its devices, which are equal here."""
+        return plan
+
+    def corrected(self, prediction: Prediction) -> Prediction:
+        """Return a prediction with the factors of measured runs."""
         if not self._correction:
             return prediction
         terms = self._correction.terms(prediction.terms)
@@ -361,7 +369,7 @@ class Costs:
 
     def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         """Return a lower bound for plans whose replicas compute `samples` samples on ranks with these degrees."""
-        return self._floors.seconds(samples, tensor, pipeline, context) * self._least
+        return self._floors.seconds(samples, tensor, pipeline, context) * self.factor
 
     def beside(self, num_devices: int, is_divided: bool) -> float:
         """Return the seconds on these devices that only `nearly` includes: agreements and launches.
@@ -371,11 +379,11 @@ class Costs:
         device = self._device
         launches = self._predictor.work.profile.optimizer_launches * device.launch_seconds  # a host may be ahead
         agreed = self._predictor.exchanged.agreed(num_devices, is_divided, apart=is_divided)
-        return (agreed + launches + device.step_seconds) * self._least
+        return (agreed + launches + device.step_seconds) * self.factor
 
     def microbatch(self, plan: Plan) -> MicrobatchSeconds:
         """Return lower bounds of the seconds of a microbatch, given a plan with one microbatch and no pipeline."""
-        staging, factor, blocks = self._predictor.staging, self._least, Blocks()
+        staging, factor, blocks = self._predictor.staging, self.factor, Blocks()
         ranks = staging.ranks(plan)
         if staging.blocks is not None:
             (block, count), costs = staging.blocks, ranks.costs
@@ -392,7 +400,12 @@ class Costs:
     def staged(self, plan: Plan) -> float:
         """Return a lower bound from the plan's stages, for all plans that differ only in replicas and their level."""
         ranks = self._predictor.staging.ranks(plan)
-        return max(ranks.busiest.seconds * ranks.microbatches, self._turn(ranks).filled(ranks.shape)) * self._least
+        return max(ranks.busiest.seconds * ranks.microbatches, self._turn(ranks).filled(ranks.shape)) * self.factor
+
+    def busiest(self, plan: Plan) -> float:
+        """Return the seconds of the busiest rank's passes."""
+        ranks = self._predictor.staging.ranks(plan)
+        return ranks.busiest.seconds * ranks.microbatches * self.factor
 
     def at(self, plan: Plan) -> float:
         """Return a lower bound for all plans that differ only in the division of replicas into data and shard."""
@@ -402,7 +415,7 @@ class Costs:
             seconds = max(seconds, self._turn(ranks).filled(ranks.shape, predictor.message(plan, ranks)))
         replicas = layout.data * layout.shard
         if ranks.device.kind == "cpu" or replicas == 1:  # on a CPU large messages leave the caches: no bound
-            return seconds * self._least
+            return seconds * self.factor
         # Seconds that replicas add, for any split into data and shard ranks. A link moves one large message at least as
         # fast as its parts.
         program, network, (forward, backward) = predictor.program, predictor.network, busiest.unit_seconds
@@ -415,7 +428,7 @@ class Costs:
             split = layout.trusted_copy({"data": replicas // shard, "shard": shard})
             gathers, scatters = predictor.exchanged.shard.totals(plan, split, busiest.part)
             least = min(least, times * max(0.0, gathers - forward) + max(0.0, scatters - backward))
-        return (seconds + least) * self._least
+        return (seconds + least) * self.factor
 
     def nearly(self, plan: Plan) -> float:
         """Return a lower bound of the step that uses the whole plan but does not simulate its pipeline."""
@@ -425,7 +438,7 @@ class Costs:
             if plan.layout.pipeline > 1:
                 makespan = self._turn(ranks).filled(ranks.shape, predictor.message(plan, ranks))
             self._shared = ranks, predictor.shared_seconds(plan, ranks, makespan)
-        return sum(predictor.with_shared(plan, ranks, self._shared[1], bound=True).values()) * self._least
+        return sum(predictor.with_shared(plan, ranks, self._shared[1], bound=True).values()) * self.factor
 
     def _turn(self, ranks: Ranks) -> Turn:
         key = ranks.model, ranks.shape.pipeline, ranks.adds

@@ -246,7 +246,7 @@ class CutModel:
         self.division, self.share = division, share
         self._costs, self._sizes, self._recompute = costs, sizes, recompute
         self._passes: dict[bool, tuple[Passes, ...]] = {}
-        self._busiest: dict[tuple[int, bool], BusiestRank] = {}
+        self._busiest: dict[tuple[int, bool, int | None], BusiestRank] = {}
         self._by_size: dict[int, list[tuple[StageSize, list[int]]]] = {}
         self._fullest: dict[PipelineShape, tuple[Rank, ...]] = {}
 
@@ -257,13 +257,14 @@ class CutModel:
             self._passes[adds] = tuple(self.division.each(lambda counts: stage(counts, share, again, adds)))
         return self._passes[adds]
 
-    def busiest(self, ranks: int, adds: bool) -> BusiestRank:
-        """Return the rank of a pipeline of this many ranks with the longest passes."""
-        key = ranks, adds
+    def busiest(self, ranks: int, adds: bool, place: int | None = None) -> BusiestRank:
+        """Return the rank of a pipeline of this many ranks with the longest passes, or the one at a place."""
+        key = ranks, adds, place
         if key not in self._busiest:
             passes = self.passes(adds)
-            seconds = [sum(p.seconds for p in passes[rank::ranks]) for rank in range(ranks)]
-            place = seconds.index(max(seconds))
+            if place is None:
+                seconds = [sum(p.seconds for p in passes[rank::ranks]) for rank in range(ranks)]
+                place = seconds.index(max(seconds))
             part = self.division.parts(ranks)[place]
 
             def of_body(body: Body) -> Passes:
@@ -351,7 +352,12 @@ def _weighed(saved: Sequence[float], most: Sequence[int], in_all: int) -> float:
 
 
 class Ranks:
-    """All pipeline ranks of a plan. Plans that differ only in the data and shard degrees share them."""
+    """All pipeline ranks of a plan. Plans that differ only in the data and shard degrees share them.
+
+    `place`: the pipeline rank that counts as the busiest; None for the one with the longest passes.
+    """
+
+    place: int | None = None
 
     def __init__(self, plan: Plan, costs: StageCosts, share: Share, microbatches: int, staging: Staging) -> None:
         self.plan, self.costs, self.share, self.microbatches = plan, costs, share, microbatches
@@ -368,8 +374,8 @@ class Ranks:
 
     @cached_property
     def busiest(self) -> BusiestRank:
-        """The rank with the longest passes."""
-        return self.model.busiest(self.shape.pipeline, self.adds)
+        """The rank with the longest passes, or the one at `place`."""
+        return self.model.busiest(self.shape.pipeline, self.adds, self.place)
 
     @cached_property
     def fullest(self) -> tuple[Rank, ...]:
@@ -384,23 +390,23 @@ def _alike(one: Plan, other: Plan) -> bool:
     if one.tensor is not other.tensor or one.collectives is not other.collectives:
         return False
     a, b = one.layout, other.layout
-    cut = a.tensor == b.tensor and a.pipeline == b.pipeline and a.context == b.context
+    cut = a.tensor == b.tensor and a.pipeline == b.pipeline and a.context == b.context and a.shares == b.shares
     return cut and a.data * a.shard == b.data * b.shard
 
 
 class Staging:
     """Stages and pipeline ranks of one workload's plans on one cluster.
 
-    `parts`: the smallest parts that stages can consist of. `bodies`: number of parts of each body. `blocks`: the most
-    frequent uncut block and its number of occurrences, or None for a model without blocks.
+    `segments`: the parts between which stages can be cut. `parts`: their units. `bodies`: number of parts of each body.
+    `blocks`: the most frequent uncut block and its number of occurrences, or None for a model without blocks.
     """
 
     def __init__(self, work: Workload, cluster: Cluster, network: Network, program: Program) -> None:
         self._work, self._cluster, self._network, self._program = work, cluster, network, program
-        self._segments = segments(work.profile.units, work.places)
-        of_segments = groupby(tuple(unit.body for unit in segment) for segment in self._segments)
+        self.segments = segments(work.profile.units, work.places)
+        of_segments = groupby(tuple(unit.body for unit in segment) for segment in self.segments)
         self._runs = [(bodies, sum(1 for _ in alike)) for bodies, alike in of_segments]
-        self.parts = flat(self._segments)
+        self.parts = flat(self.segments)
         self.bodies = Counter(unit.body for unit in self.parts)
         self.blocks = next(((body, number) for body, number in self.bodies.most_common() if body.repeated), None)
         # Between two uses of a tensor, a step touches about half of all bytes that its operators write: a saved
@@ -417,13 +423,14 @@ class Staging:
         self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by the number of segments of each stage
         self._latest: Ranks | None = None
 
-    def ranks(self, plan: Plan) -> Ranks:
+    def ranks(self, plan: Plan, grains: int | None = None, place: int | None = None) -> Ranks:
         """Return the ranks of a plan.
 
         The latest result is cached, since a search requests one plan many times and then the next one of its family.
+        `grains`: of a replica; None for those of the replica with most. `place`: as in `Ranks`.
         """
-        latest = self._latest
-        if latest is not None and (latest.plan is plan or _alike(latest.plan, plan)):
+        latest, is_usual = self._latest, grains is None and place is None
+        if is_usual and latest is not None and (latest.plan is plan or _alike(latest.plan, plan)):
             return latest
         layout, device = plan.layout, self._cluster.device
         if self._cluster.alternatives:
@@ -436,15 +443,18 @@ class Staging:
         if key_of_costs not in self._costs:
             computer = self.computer(device, plan.execution.channels_last)
             self._costs[key_of_costs] = StageCosts(computer, self._network, self._program)
-        grains = max(share_sizes(self._work.num_grains, layout.divides_grains, layout.shares))
+        grains = grains or max(share_sizes(self._work.num_grains, layout.divides_grains, layout.shares))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
         sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
         key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums
         if key not in self._shares:
             self._shares[key] = Share(per * self._work.grain_size, *key[1:])
         share, costs, microbatches = self._shares[key], self._costs[key_of_costs], -(-grains // per)
-        self._latest = Ranks(plan, costs, share, microbatches, self)
-        return self._latest
+        ranks = Ranks(plan, costs, share, microbatches, self)
+        ranks.place = place
+        if is_usual:
+            self._latest = ranks
+        return ranks
 
     def computer(self, device: Device, channels_last: bool) -> DeviceModel:
         """Return the roofline model of the device under this program, with images in a memory format."""
@@ -489,7 +499,7 @@ class Staging:
         lengths = balanced_lengths(runs, num_stages)
         lengths += (0,) * (num_stages - len(lengths))
         if lengths not in self._balanced:
-            left = iter(self._segments)
+            left = iter(self.segments)
             stages = tuple(flat(tuple(islice(left, length))) for length in lengths)
             self._balanced[lengths] = self._divided(stages, num_stages)
         return self._balanced[lengths]

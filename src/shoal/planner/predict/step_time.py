@@ -518,15 +518,20 @@ class Predictor:
         self._overheads: dict[tuple[int, str], Overheads] = {}
         self._makespans: dict[tuple[object, PipelineShape, float], float] = {}
 
-    def predict(self, plan: Plan) -> Prediction:
-        """Predict a step of the plan."""
-        ranks, work, layout, simulated = self.staging.ranks(plan), self.work, plan.layout, 0.0
-        if layout.pipeline > 1:
+    def predict(self, plan: Plan, grains: int | None = None) -> Prediction:
+        """Predict a step of the plan. `grains`: of a replica; None for those of the replica with most."""
+        ranks, simulated = self.staging.ranks(plan, grains), 0.0
+        if plan.layout.pipeline > 1:
             message = self.message(plan, ranks)
             key = ranks.model, ranks.shape, message
             if key not in self._makespans:
                 self._makespans[key] = makespan(ranks.shape, ranks.model.passes(ranks.adds), message)
             simulated = self._makespans[key]
+        return self.of_ranks(plan, ranks, simulated)
+
+    def of_ranks(self, plan: Plan, ranks: Ranks, simulated: float) -> Prediction:
+        """Predict a step of these ranks of the plan. `simulated`: seconds of the pipeline, 0 without one."""
+        work, layout = self.work, plan.layout
         terms = self.with_shared(plan, ranks, self.shared_seconds(plan, ranks, simulated))
         memory = max((self.bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda known: sum(known.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())

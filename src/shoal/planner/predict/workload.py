@@ -111,7 +111,7 @@ class Prediction:
 
     `bubble`: fraction of the step. `flops_per_device`: FLOPs without recomputation.
     `kept_bytes`: peak bytes that autograd saves between forwards and backwards, by pipeline rank.
-    `split`: first unit of each stage after the first.
+    `split`: first unit of each stage after the first. `fullest_kind`: index of the fullest rank's kind of devices.
     `mfu`: executed part of the FLOPs (Winograd's algorithm executes fewer) over the peak of the dtype that multiplies.
     This dtype is tf32 if tf32 serves for float32, but never the dtype that layers are cast to.
     """
@@ -127,6 +127,7 @@ class Prediction:
     mfu: float | None
     kept_bytes: tuple[int, ...] = ()
     split: tuple[str, ...] = ()
+    fullest_kind: int = 0
 
 
 # ------------------------------------------------------------------------------------------------- a rank's share

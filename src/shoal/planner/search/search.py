@@ -246,7 +246,8 @@ class Node(NamedTuple):
         elif refusal := bounds.space.refusal(self.plan) or bounds.space.beyond(self.plan):
             notes.refused[self.place] = min(refusal, notes.refused.get(self.place, refusal))
         else:
-            candidate = Candidate(self.plan, bounds.predict(self.plan))
+            plan = bounds.costs(self.place.devices).shared_out(self.plan)
+            candidate = Candidate(plan, bounds.predict(plan))
             notes.num_predicted += 1
             if not candidate.prediction.fits:
                 notes.lacks(self.place, candidate.prediction.missing_bytes)
@@ -426,12 +427,13 @@ def simplest(close: Sequence[Candidate]) -> Candidate:
     return min(close, key=lambda candidate: candidate.rank[1])
 
 
-def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
+def choose(search: Search, aim: Aim, num_steps: int | None = None, limit: Limit | None = None) -> Choice:
     """Return the simplest of the plans that tie with the best one, with alternatives and rejections.
 
+    `limit`: of the plans; None for the limit that the aim sets in this search.
     Raises: NothingFitsError if no plan meets the aim.
     """
-    notes, limit = Notes(), limit_of(search, aim, num_steps)
+    notes, limit = Notes(), limit_of(search, aim, num_steps) if limit is None else limit
     close = search.take(Wanted(aim, limit, number=_NEVER, ties=True), notes)
     if not close:
         raise _nothing(search, notes, aim, limit)

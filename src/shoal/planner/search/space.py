@@ -99,7 +99,16 @@ class Illegal(NamedTuple):
 
 
 def counts(cluster: Cluster, most: int | None = None) -> tuple[int, ...]:
-    """Return the numbers of devices to search: any number within a host, and whole hosts beyond that."""
+    """Return the numbers of devices to search: any number within a host, and whole hosts beyond that.
+
+    Of several kinds, all devices of a kind come before those of the next one.
+    """
+    if cluster.kinds:
+        numbers, before = set[int](), 0
+        for kind in cluster.kinds:
+            numbers |= {before + number for number in counts(kind)}
+            before += kind.num_devices
+        return tuple(sorted(number for number in numbers if number <= (most or before)))
     limit = min(cluster.num_devices, most or cluster.num_devices)
     host = cluster.devices_per_host
     return (*range(1, min(host, limit) + 1), *range(2 * host, limit + 1, host))
@@ -138,6 +147,7 @@ class Space:
     whole: str = ""  # reason why gradients and parameters cannot be divided, if any
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, if faster than the base's
     data_only: bool = False  # replicas alone: no other axis, and nothing sharded
+    kinds: tuple[int, ...] = ()  # devices of each kind, if there are several
     one_copy: bool = False  # ranks that sum through shared memory share one copy of parameters
     beyond: Callable[[Plan], str] = lambda _: ""  # reason why another program cannot run a legal plan, or nothing
     _sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
@@ -172,8 +182,17 @@ class Space:
             Degrees(replicas, cut)
             for cut in sorted(self.cuts)
             for replicas in range(1, min(self.facts.num_grains, most // cut.ranks) + 1)
-            if replicas * cut.ranks in legal
+            if replicas * cut.ranks in legal and self._suits_kinds(replicas, cut)
         )
+
+    def _suits_kinds(self, replicas: int, cut: ModelDegrees) -> bool:
+        """Return True if the ranks of each layer and sequence, and of each stage of a pipeline, have one kind."""
+        inner, groups = cut.tensor * cut.context, 0
+        for number in self.kinds:
+            if cut.pipeline > 1 and groups < replicas * cut.pipeline and groups % replicas:
+                return False
+            groups += number // inner
+        return not self.kinds or replicas * cut.pipeline <= groups
 
     def refusal(self, plan: Plan) -> str | None:
         """Return the reason why a plan is illegal, or None if it is legal."""
