@@ -178,12 +178,12 @@ def front(
         hosts = f"ranks in this order: {', '.join(f'{number} {kind.device.name}' for kind, number in each if number)}"
         shares, facts = chosen.plan.layout.shares, question.case.space.facts
         runs = groupby(share_sizes(work.num_grains, max(1, len(shares)), shares))
-        if shares:
-            uneven = [", ".join(f"{several(sum(1 for _ in ranks), 'replica')} x {size}" for size, ranks in runs)]
         if shares and (excess := excess_of_shares(work.num_grains, shares)) > UNEVEN:
-            uneven += [f"; {excess:.0%} longer than ideal shares"]
-            if (enough := enough_grains(shares, facts)) is not None:
-                uneven += [f": Job(grains={enough}) divides better"]
+            enough = enough_grains(shares, facts)
+            finer = f", Job(grains={enough}) suits them" if enough is not None else ""
+            uneven = [f"{excess:.0%} longer than with ideal shares{finer}; "]
+        if shares:
+            uneven += [", ".join(f"{several(sum(1 for _ in ranks), 'replica')} x {size}" for size, ranks in runs)]
     links: list[str] = []
     for link, where in ((cluster.within, ""), (cluster.between if cluster.num_hosts > 1 else None, "between hosts ")):
         if link is not None and cluster.num_devices > 1:

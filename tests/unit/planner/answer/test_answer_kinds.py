@@ -67,6 +67,6 @@ def test_a_kind_that_is_too_small_alone_is_said() -> None:
 
 
 def test_grains_that_keep_shares_from_the_ideal_are_said_with_a_better_number() -> None:
-    found = asked("1xH100@400Gb+1xA100-80@400Gb", width=2048, grains=8)
+    found = asked("1xH100@400Gb+1xA100-80@400Gb", width=2048, grains=9)
     assert found.plan.layout.shares[0] == 100
-    assert "longer than ideal shares: Job(grains=" in str(found)
+    assert "longer than with ideal shares, Job(grains=18) suits them" in str(found)

@@ -1,4 +1,4 @@
-"""Predictions on several kinds of devices: whole grains of the slowest rank, the memory of each kind, stages by speed."""
+"""Predictions on several kinds of devices: whole grains of the slowest rank, memory of each kind, stages by speed."""
 
 from __future__ import annotations
 
