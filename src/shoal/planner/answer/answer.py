@@ -220,7 +220,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
     if not question.case.cluster.kinds:
         return _answer_of(question, aim, job, device_hours, clock)
     # Each choice of the kinds of devices is searched. The result has the outlook of the best choice.
-    found: list[tuple[KindsOfDevices, Question]] = []
+    results: list[tuple[KindsOfDevices, Question]] = []
     began, choices = clock(), list(of_some_kinds(question))
     limits = [limit_of(own.case.search(), aim, own.num_steps) for own in choices if len(own.case.kinds) == 1]
     limit = Limit(*(min(values) for values in zip(*((one.seconds, one.device_seconds) for one in limits), strict=True)))
@@ -229,19 +229,19 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
         numbers = tuple(number for number in own.case.space.counts if number > before)
         names = tuple(kind.name for kind in own.case.kinds)
         if not numbers:
-            found.append((KindsOfDevices(names, None, "--max-devices leaves none of the last kind"), own))
+            results.append((KindsOfDevices(names, None, "--max-devices leaves none of the last kind"), own))
             continue
         case = replace(own.case, space=replace(own.case.space, counts=numbers))
         try:
             search = case.search()
             close = search.take(Wanted(aim, limit, number=float("inf"), ties=True))
             one = simplest(close) if close else choose(search, aim, own.num_steps, limit).chosen  # raises
-            found.append((KindsOfDevices(names, one), own))
+            results.append((KindsOfDevices(names, one), own))
         except NothingFitsError as error:
-            found.append((KindsOfDevices(names, None, error.conflict), own))
-    fitting = [(kinds.best, own) for kinds, own in found if kinds.best is not None]
+            results.append((KindsOfDevices(names, None, error.conflict), own))
+    fitting = [(kinds.best, own) for kinds, own in results if kinds.best is not None]
     if not fitting:
-        reasons = [f"{' and '.join(kinds.names)}: {kinds.reason}" for kinds, _ in found]
+        reasons = [f"{' and '.join(kinds.names)}: {kinds.reason}" for kinds, _ in results]
         raise NothingFitsError(
             given=f"--aim {aim} on {question.case.cluster.name}",
             conflict="no choice of its kinds of devices has a plan\n" + "\n".join(reasons),
@@ -261,7 +261,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
         best, chosen = min(as_fast, key=lambda pair: (pair[0].devices, pair[0].seconds))
     before = sum(kind.num_devices for kind in chosen.case.kinds[:-1])
     result = _answer_of(chosen, aim, job, device_hours, clock, limit=limit, above=before)
-    return replace(result, kinds=tuple(kinds for kinds, _ in found), search_seconds=clock() - began)
+    return replace(result, kinds=tuple(kinds for kinds, _ in results), search_seconds=clock() - began)
 
 
 def _answer_of(

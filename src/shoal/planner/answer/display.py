@@ -14,6 +14,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
+from shoal.hardware.values import Device
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND, SearchResult, mode, operators, unaligned_products
 from shoal.planner.predict.mixed import devices_of
@@ -122,6 +123,14 @@ def batch(candidate: Candidate, answer: SearchResult) -> tuple[int, int]:
     return per * work.grain_size, -(-grains // per)
 
 
+def fullest_device(answer: SearchResult) -> Device:
+    """Return the device of the fullest rank. A CPU device has the rank's share of threads."""
+    cluster = answer.question.case.cluster
+    if cluster.kinds:
+        return cluster.kinds[answer.chosen.prediction.fullest_kind].device
+    return cluster.device_for(answer.ranks_per_host)
+
+
 def length(answer: SearchResult) -> str:
     """Return the time of the whole job and its amount, or what to write if its length is unknown."""
     tokens, num_steps = answer.question.sample_tokens, answer.question.num_steps
@@ -148,7 +157,7 @@ def front(
 
     question, chosen, step = answer.question, answer.chosen, answer.chosen.seconds
     work, cluster, tokens, hour = question.case.work, question.case.cluster, question.sample_tokens, answer.price
-    device, peak = answer.fullest_device, chosen.prediction.peak_bytes
+    device, peak = fullest_device(answer), chosen.prediction.peak_bytes
     speed = f"{rate(work.global_batch / step * (tokens or 1))} {'tokens' if tokens else 'samples'}/s"
     bar, _ = similar(answer)
     likely = "no published step is like it" if cluster.device.kind == "gpu" else ""
@@ -298,7 +307,7 @@ def key_rows(answer: SearchResult) -> Rows:
     question, chosen = answer.question, answer.chosen
     case, prediction, devices, step = question.case, chosen.prediction, chosen.devices, chosen.seconds
     cluster, tokens, whole = case.cluster, question.sample_tokens, answer.job_seconds(step)
-    device = answer.fullest_device
+    device = fullest_device(answer)
     size, number = batch(chosen, answer)
 
     samples = case.work.global_batch / step

@@ -642,14 +642,6 @@ class SearchResult:
         return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
 
     @property
-    def fullest_device(self) -> Device:
-        """The device of the fullest rank. A CPU device has the rank's share of threads."""
-        cluster = self.question.case.cluster
-        if cluster.kinds:
-            return cluster.kinds[self.chosen.prediction.fullest_kind].device
-        return cluster.device_for(self.ranks_per_host)
-
-    @property
     def peak(self) -> tuple[str, float]:
         """The dtype of the products and the devices' mean dense peak for it in FLOP/s, the reference of `mfu`."""
         case, plan = self.question.case, self.chosen.plan

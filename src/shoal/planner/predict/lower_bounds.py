@@ -314,6 +314,22 @@ class MicrobatchSeconds(NamedTuple):
     blocks: Blocks
 
 
+def corrected(prediction: Prediction, correction: Correction) -> Prediction:
+    """Return a prediction with the factors of measured runs."""
+    if not correction:
+        return prediction
+    terms = correction.terms(prediction.terms)
+    seconds = sum(terms.values())
+    ratio = prediction.step_seconds / seconds if seconds else 1.0
+    return replace(
+        prediction,
+        step_seconds=seconds,
+        terms=terms,
+        bubble=terms["bubble"] / seconds if seconds else 0.0,
+        mfu=prediction.mfu * ratio if prediction.mfu is not None else None,
+    )
+
+
 class Costs:
     """Corrected predictions and their lower bounds, for ranks with one device.
 
@@ -321,11 +337,11 @@ class Costs:
     """
 
     def __init__(self, predictor: Predictor, device: Device, correction: Correction | None = None) -> None:
-        self._predictor, self._device, self._correction = predictor, device, correction or Correction()
+        self._predictor, self._device, self.correction = predictor, device, correction or Correction()
         self.memory_bytes = predictor.cluster.usable_bytes(device)
         self.memory_margin = predictor.cluster.memory_margin
         # The smallest correction factor, which keeps bounds of the whole step valid.
-        self.factor = min([1.0, *self._correction.factors.values()])
+        self.factor = min([1.0, *self.correction.factors.values()])
         computer = predictor.staging.computer(device.in_faster_format(), channels_last=True)
         self._floors = Floors(computer, predictor.network, predictor.program, predictor.staging.parts)
         self._shared: tuple[Ranks, dict[str, float]] | None = None
@@ -344,26 +360,7 @@ class Costs:
         missing = max(0.0, prediction.peak_bytes - self.memory_bytes)
         if missing != prediction.missing_bytes:  # `with_more_memory`
             prediction = replace(prediction, fits=missing == 0, missing_bytes=missing)
-        return self.corrected(prediction)
-
-    def shared_out(self, plan: Plan) -> Plan:
-        """Return the plan with stages and shares of grains by the speed of its devices, which are equal here."""
-        return plan
-
-    def corrected(self, prediction: Prediction) -> Prediction:
-        """Return a prediction with the factors of measured runs."""
-        if not self._correction:
-            return prediction
-        terms = self._correction.terms(prediction.terms)
-        seconds = sum(terms.values())
-        ratio = prediction.step_seconds / seconds if seconds else 1.0
-        return replace(
-            prediction,
-            step_seconds=seconds,
-            terms=terms,
-            bubble=terms["bubble"] / seconds if seconds else 0.0,
-            mfu=prediction.mfu * ratio if prediction.mfu is not None else None,
-        )
+        return corrected(prediction, self.correction)
 
     # ------------------------------------------------------------------------------------------------------- seconds
 
@@ -401,11 +398,6 @@ class Costs:
         """Return a lower bound from the plan's stages, for all plans that differ only in replicas and their level."""
         ranks = self._predictor.staging.ranks(plan)
         return max(ranks.busiest.seconds * ranks.microbatches, self._turn(ranks).filled(ranks.shape)) * self.factor
-
-    def busiest(self, plan: Plan) -> float:
-        """Return the seconds of the busiest rank's passes."""
-        ranks = self._predictor.staging.ranks(plan)
-        return ranks.busiest.seconds * ranks.microbatches * self.factor
 
     def at(self, plan: Plan) -> float:
         """Return a lower bound for all plans that differ only in the division of replicas into data and shard."""

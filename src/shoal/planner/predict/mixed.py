@@ -14,7 +14,15 @@ from math import ceil
 
 from shoal.hardware.values import Cluster
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.lower_bounds import Blocks, BlockSize, BlockStates, Costs, MicrobatchSeconds, costs_of
+from shoal.planner.predict.lower_bounds import (
+    Blocks,
+    BlockSize,
+    BlockStates,
+    Costs,
+    MicrobatchSeconds,
+    corrected,
+    costs_of,
+)
 from shoal.planner.predict.pipeline import PipelineShape, makespan
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload, flat
@@ -288,7 +296,7 @@ class MixedCosts(Costs):
         if self._more_bytes and prediction.missing_bytes:
             missing = max(0.0, prediction.missing_bytes - self._more_bytes)
             prediction = replace(prediction, fits=missing == 0, missing_bytes=missing)
-        return self._of_kinds[0].corrected(prediction)
+        return corrected(prediction, self._of_kinds[0].correction)
 
     def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         """Return a lower bound for plans whose replicas compute `samples` samples on ranks with these degrees."""
@@ -306,7 +314,8 @@ class MixedCosts(Costs):
 
     def staged(self, plan: Plan) -> float:
         """Return a lower bound from the busiest stage, for all plans that differ only in replicas and their level."""
-        return min(one.busiest(plan) for one in self._of_kinds)
+        every = [one.staging.ranks(plan) for one in self._mixed.predictors]
+        return min(ranks.busiest.seconds * ranks.microbatches for ranks in every) * self._of_kinds[0].factor
 
     def at(self, plan: Plan) -> float:
         """Return a lower bound for all plans that differ only in the division of replicas into data and shard."""

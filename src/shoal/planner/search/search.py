@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from shoal.errors import CommandError, PlanError, nearest
 from shoal.planner.predict.lower_bounds import Costs
+from shoal.planner.predict.mixed import MixedCosts
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.space import (
     Bounds,
@@ -246,7 +247,8 @@ class Node(NamedTuple):
         elif refusal := bounds.space.refusal(self.plan) or bounds.space.beyond(self.plan):
             notes.refused[self.place] = min(refusal, notes.refused.get(self.place, refusal))
         else:
-            plan = bounds.costs(self.place.devices).shared_out(self.plan)
+            costs = bounds.costs(self.place.devices)
+            plan = costs.shared_out(self.plan) if isinstance(costs, MixedCosts) else self.plan
             candidate = Candidate(plan, bounds.predict(plan))
             notes.num_predicted += 1
             if not candidate.prediction.fits:

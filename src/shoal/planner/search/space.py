@@ -182,17 +182,8 @@ class Space:
             Degrees(replicas, cut)
             for cut in sorted(self.cuts)
             for replicas in range(1, min(self.facts.num_grains, most // cut.ranks) + 1)
-            if replicas * cut.ranks in legal and self._suits_kinds(replicas, cut)
+            if replicas * cut.ranks in legal and _suits_kinds(self.kinds, replicas, cut)
         )
-
-    def _suits_kinds(self, replicas: int, cut: ModelDegrees) -> bool:
-        """Return True if the ranks of each layer and sequence, and of each stage of a pipeline, have one kind."""
-        inner, groups = cut.tensor * cut.context, 0
-        for number in self.kinds:
-            if cut.pipeline > 1 and groups < replicas * cut.pipeline and groups % replicas:
-                return False
-            groups += number // inner
-        return not self.kinds or replicas * cut.pipeline <= groups
 
     def refusal(self, plan: Plan) -> str | None:
         """Return the reason why a plan is illegal, or None if it is legal."""
@@ -272,6 +263,16 @@ class Space:
             legal = cut.tensor > 1 and not self.refusal(self.plan(place, way._replace(sequence=True)))
             self._sequences[cut] = (False, True) if legal else (False,)
         return self._sequences[cut]
+
+
+def _suits_kinds(kinds: Sequence[int], replicas: int, cut: ModelDegrees) -> bool:
+    """Return True if the ranks of each layer and sequence, and of each stage of a pipeline, have one kind."""
+    groups = 0
+    for number in kinds:
+        if cut.pipeline > 1 and groups < replicas * cut.pipeline and groups % replicas:
+            return False
+        groups += number // (cut.tensor * cut.context)
+    return not kinds or replicas * cut.pipeline <= groups
 
 
 def _alone(cut: ModelDegrees, replicas: int = 1) -> tuple[Degrees, MicrobatchSchedule]:
