@@ -147,16 +147,16 @@ def language(vocabulary: int = 16, dropout: float = 0.0, tied: bool = True, **ch
 
 
 class AttentionBlock(nn.Module):
-    """Causal attention of three heads, and a perceptron: float32 [B, T, 12] -> the same, positions by a rotation."""
+    """Causal attention of three heads, and a perceptron: float32 [B, T, W] -> the same, positions by a rotation."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int = 12) -> None:
         super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(12), nn.Dropout(dropout)
-        self.mix, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
-        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, 3, x.shape[-1] // 3)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query * rotation, key * rotation, value, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
         out: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
@@ -166,18 +166,20 @@ class AttentionBlock(nn.Module):
 class Blocks(nn.Module):
     """A stack of blocks over tokens, int64 [B, T] -> [B, T, V], its activations computed again where `recompute`."""
 
-    def __init__(self, dropout: float = 0.2, recompute: bool = False, vocabulary: int = 16) -> None:
+    def __init__(
+        self, dropout: float = 0.2, recompute: bool = False, vocabulary: int = 16, width: int = 12, layers: int = 3
+    ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embedding = nn.Embedding(vocabulary, 12)
-        self.blocks = nn.ModuleList(AttentionBlock(dropout) for _ in range(3))
-        self.head = nn.Linear(12, vocabulary, bias=False)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(AttentionBlock(dropout, width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         rotation = torch.arange(ids.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
-        rotation = torch.cos(rotation).to(x)
+        rotation = torch.cos(rotation).to(x).repeat(1, x.shape[-1] // 12)
         for block in self.blocks:
             again = self.recompute and self.training
             x = checkpoint(block, x, rotation, use_reentrant=False) if again else block(x, rotation)
@@ -377,6 +379,7 @@ def recomputing(kind: str, num: int = 2) -> dict[str, dict[str, Any]]:
 
 COMPILED = {"execution": {"compile": "default"}, **grouped(2)}
 BF16 = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
+FP8 = {"precision": {"compute": "bfloat16", "products": "float8_rows"}}
 PURE = {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}}
 FP16 = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
 
@@ -435,6 +438,9 @@ CASES: dict[str, Case] = {
     ),
     "blocks": Case(partial(language, model=Blocks), (2, 3), blocks=True),
     "blocks in bf16": Case(partial(language, model=partial(Blocks, 0.0)), (2, 3), BF16, blocks=True),
+    "blocks in float8": Case(
+        partial(language, model=partial(Blocks, 0.0, width=144, layers=2)), (2,), FP8, blocks=True
+    ),
     "blocks computed again": Case(partial(language, model=partial(Blocks, recompute=True)), (2, 3), blocks=True),
     "odd sizes": Case(partial(job, model=odd, global_batch=15, grains=5), (3,)),
 }

@@ -59,7 +59,7 @@ STAGED = frozenset(
 DIVIDED = frozenset({"tied embeddings", "batch normalisation", "accumulation of 3", "clipping that bites", "bf16"})
 # Models that repeat blocks over sequences.
 RECOMPUTED = "full recomputation of blocks with dropout"
-BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks computed again", RECOMPUTED})
+BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks in float8", "blocks computed again", RECOMPUTED})
 
 
 def sharded_stages(schedule: str, level: str) -> Use:

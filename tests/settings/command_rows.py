@@ -98,7 +98,7 @@ RUN_OPTIONS: Table = {
         lambda ended: ended.plan["precision"]["compute"],
         "bfloat16",
     ),
-    "--precision: none such": Refuses(PLAIN.with_("--precision", "fp8"), "no such precision"),
+    "--precision: none such": Refuses(PLAIN.with_("--precision", "fp6"), "no such precision"),
     "--set": Acts(PLAIN.with_("--set", "lr=0.5"), PLAIN, weights),
     "--set: none such": Refuses(PLAIN.with_("--set", "lt=0.5"), "did you mean 'lr'"),
     "--set: twice": Acts(PLAIN.with_("--set", "lr=0.5", "--set", "steps=1"), PLAIN.with_("--set", "lr=0.5"), steps, 1),

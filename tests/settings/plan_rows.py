@@ -30,6 +30,7 @@ def launched(*arguments: str, **sections: Any) -> Call:
 ONE = planned()
 TWO = layout(2, data=2)
 ZERO1 = {"level": "optimizer"}
+FLOAT8 = {"compute": "bfloat16", "products": "float8_rows"}
 IMAGES = ("--set", "change=images")
 
 
@@ -210,6 +211,29 @@ PIPELINE: Table = {
 PRECISION: Table = {
     "precision.parameters": Acts(planned(precision={"parameters": "bfloat16", "compute": "bfloat16"}), ONE, held),
     "precision.compute": Acts(planned(precision={"compute": "bfloat16"}), ONE, weights),
+    "precision.products": Acts(
+        planned(job="wide", precision=FLOAT8), planned(job="wide", precision={"compute": "bfloat16"}), weights
+    ),
+    "precision.products: blocks": Acts(
+        planned(job="wide", precision={**FLOAT8, "products": "float8_blocks"}),
+        planned(job="wide", precision={"compute": "bfloat16"}),
+        weights,
+    ),
+    "precision.products: no wide layer": refused("float8 is for linear layers of repeated blocks", precision=FLOAT8),
+    "precision.products: of float32": refused("layers in float8 keep", precision={"products": "float8_rows"}),
+    "precision.products: whole tensors": refused(
+        "depends on how the layout cuts", precision={**FLOAT8, "products": "float8_tensor"}
+    ),
+    "precision.products: compiled, tensor axis": refused(
+        "a maximum over the tensor axis",
+        "wide",
+        layout={"tensor": 2},
+        precision=FLOAT8,
+        execution={"compile": "default"},
+    ),
+    "precision.products: blocks cut": refused(
+        "a part of a block of 128", "wide", layout={"tensor": 2}, precision={**FLOAT8, "products": "float8_blocks"}
+    ),
     "precision.reduce": Acts(layout(2, data=2, precision={"reduce": "bfloat16"}), TWO, weights),
     "precision.reduce: sharded": Acts(
         layout(2, shard=2, precision={"reduce": "bfloat16"}), layout(2, shard=2), weights

@@ -292,6 +292,24 @@ def three() -> shoal.Job:
     return mixture(3)
 
 
+class Wide(nn.Module):
+    """Two blocks of layers that are wide enough for float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 128), nn.Linear(128, 3)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.last(self.blocks(self.first(inputs)))
+        return found
+
+
+def wide() -> shoal.Job:
+    """The perceptron with wide blocks."""
+    return dataclasses.replace(job(), model=Wide)
+
+
 class Counted(TorchDispatchMode):
     """Notes each product of matrices."""
 

@@ -96,7 +96,7 @@ def run(
     | `plan` | a plan file, a `shoal.Plan`, an answer of `shoal.plan`, or "auto"; what it leaves out is filled in |
     | `devices` | number of processes, one a GPU or on the CPU; default: all GPUs, or 1 |
     | `exact` | compute the same bits on any number of devices, at some cost |
-    | `precision` | compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says) |
+    | `precision` | compute in fp32, bf16, bf16-pure, fp16 or fp8 (default: as the plan or the job says) |
     | `config` | YAML, TOML or JSON files with settings; later ones, and settings, override earlier ones |
     | `out` | the run directory, or its address (s3://...); default: runs/NAME |
     | `max_microbatch` | put at most N samples in one forward (default: as many as fit the plan) |
@@ -237,7 +237,7 @@ def plan(
     | `aim` | "fastest", "cheapest", "deadline=2h", "efficiency=0.8" or "widest=0.8" |
     | `max_devices` | maximum number of devices to use |
     | `seq`, `batch` | for "hf:DIR": tokens of a sequence; sequences or images of a step |
-    | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
+    | `precision` | "fp32", "bf16", "bf16-pure", "fp16" or "fp8" |
     | `mtbf` | mean hours between failures of one device |
     | `price` | US dollars per device-hour; default: from the catalogue |
     | `tokens`, `samples` | the job's length, for its time and cost |

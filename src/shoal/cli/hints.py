@@ -32,7 +32,15 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--cluster",): ("hardware", "machine"),
 }
 # Flags of other tools that are values of --precision here.
-_PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "bf16"}
+_PRECISIONS = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp32": "fp32",
+    "fp8": "fp8",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "amp": "bf16",
+}
 # Options of other tools for degrees, which are in a plan here.
 _DEGREES = {
     **dict.fromkeys(("tp", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"), "tensor"),

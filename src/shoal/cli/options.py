@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.plans import Plan
 
 _JOB = ("take the job from this function of a Python file (default: job)", "JOBFILE[:FUNCTION]", "job")
-_PRECISION = ("compute in fp32, bf16, bf16-pure or fp16 (default: as the plan or the job says)", "P")
+_PRECISION = ("compute in fp32, bf16, bf16-pure, fp16 or fp8 (default: as the plan or the job says)", "P")
 _SET = ("set a parameter of the job function, or a key below it: model.width=64", "K=V")
 _CONFIG = ("read settings from a YAML, TOML or JSON file, below --set and later files", "FILE")
 _SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")

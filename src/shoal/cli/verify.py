@@ -73,6 +73,7 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
             verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
         mode = "exact" if plan.execution.exact else "fast"
         kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
+        kind += f", products {plan.precision.products}" if plan.precision.products != "same" else ""
         say_labelled("layout", f"{described(plan)}; {mode}; parameters {kind}; {several(verdict.num_steps, 'step')}")
         for note in verdict.notes:
             say_labelled("note", note)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import JobError
 from shoal.numerics.operators import as_real, is_strided
-from shoal.plans.plan import PrecisionSection
+from shoal.plans.plan import PrecisionSection, Products
 
 _TENSORS = {Tensor, nn.Parameter}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,12 +33,13 @@ class Precision:
     widens: bool = False  # inputs of fewer bits become float32
     widened: bool = False  # parameters were converted to float32, and so are all floating inputs
     channels_last: bool = False  # memory format of images: see `inputs`
+    linear: Products = "same"  # the products of linear layers: see numerics/float8.py
 
     @classmethod
     def of(cls, section: PrecisionSection, device: torch.device, channels_last: bool = False) -> Precision:
         """Return the policy that a plan's section names."""
         parameters, compute, reduce = (_DTYPES[name] for name in (section.parameters, section.compute, section.reduce))
-        return cls(parameters, compute, reduce, device, channels_last=channels_last)
+        return cls(parameters, compute, reduce, device, channels_last=channels_last, linear=section.products)
 
     @property
     def is_wide(self) -> bool:

@@ -22,6 +22,7 @@ from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy
+from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
@@ -67,7 +68,7 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
     """
     mesh = mapped(plan, mesh)
     model, values = deferred(source.make, source.key)
-    precision.apply(model)
+    in_precision(model, precision)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
     _refuse_complex(model, plan)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from shoal.bounded_files import RefusedFileError, read_toml
 from shoal.errors import PlanError, nearest
@@ -170,11 +171,27 @@ class PipelineSection(_Section):
     split: tuple[str, ...] = Field(default=(), strict=False)
 
 
+def _not_whole_tensor(products: object) -> object:
+    """Refuse scales of whole tensors by their usual names in other programs."""
+    if isinstance(products, str) and products.startswith("float8") and "tensor" in products:
+        message = "a scale of a whole tensor depends on how the layout cuts the tensor"
+        raise PydanticCustomError("whole_tensor", message)
+    return products
+
+
+Products = Literal["same", "float8_rows", "float8_blocks"]
+
+
 class PrecisionSection(_Section):
-    """Dtypes of the parameters, of the compute (autocast if it differs) and of the gradient sums."""
+    """Dtypes of the parameters, of the compute (autocast if it differs) and of the gradient sums.
+
+    `products`: what linear layers of repeated blocks multiply in: the compute's dtype, or float8 with scales of rows or
+    of blocks of 128.
+    """
 
     parameters: Dtype = "float32"
     compute: Dtype = "float32"
+    products: Annotated[Products, BeforeValidator(_not_whole_tensor)] = "same"
     reduce: Dtype = "float32"
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
 
@@ -369,6 +386,7 @@ _WANTED = {
     "greater_than_equal": "write {ge} or more",
     "greater_than": "write more than {gt}",
     "less_than_equal": "write {le} or less",
+    "whole_tensor": 'write "float8_rows", a scale for each token and each row of a weight, or "float8_blocks"',
     "value_error": "leave [prediction] to the planner, or out: the run only compares itself with it",
 }
 

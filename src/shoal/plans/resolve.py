@@ -34,12 +34,14 @@ from shoal.plans.plan import (
 )
 from shoal.plans.rules import shown
 
-# Values of `--precision`: parameters, compute, reduce, loss_scale. Autocast if compute differs from parameters.
+# Values of `--precision`: parameters, compute, reduce, loss_scale, products. Autocast if compute differs from
+# parameters.
 PRECISIONS = {
-    "fp32": ("float32", "float32", "float32", "none"),
-    "bf16": ("float32", "bfloat16", "float32", "none"),
-    "bf16-pure": ("bfloat16", "bfloat16", "float32", "none"),
-    "fp16": ("float32", "float16", "float32", "dynamic"),
+    "fp32": ("float32", "float32", "float32", "none", "same"),
+    "bf16": ("float32", "bfloat16", "float32", "none", "same"),
+    "bf16-pure": ("bfloat16", "bfloat16", "float32", "none", "same"),
+    "fp16": ("float32", "float16", "float32", "dynamic", "same"),
+    "fp8": ("float32", "bfloat16", "float32", "none", "float8_rows"),
 }
 # Values of `--step` but auto: execution.cuda_graph, execution.compile.
 STEPS = {
@@ -91,7 +93,7 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
                 conflict="no such precision",
                 remedy=f"write one of {', '.join(PRECISIONS)}{nearest(wishes.precision, list(PRECISIONS))}",
             )
-        names = ("parameters", "compute", "reduce", "loss_scale")
+        names = ("parameters", "compute", "reduce", "loss_scale", "products")
         plan = plan.with_sections(precision=dict(zip(names, values, strict=True)))
     if wishes.step is not None:
         graph, compile_kind = STEPS[wishes.step]

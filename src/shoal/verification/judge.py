@@ -161,7 +161,8 @@ class _Judges:
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
         self._precision = Precision.of(plan.precision, device, plan.execution.channels_last)
-        double = Precision(torch.float64, torch.float64, torch.float64, device)
+        # Rounding to float8 is part of what is computed: also in float64.
+        double = Precision(torch.float64, torch.float64, torch.float64, device, linear=plan.precision.products)
         self._double: Reference | None = None
         models, self._is_one_module = [seeded_model(job)], False
         if _fits(sum(p.numel() for p in models[0].parameters()), ranks, device):

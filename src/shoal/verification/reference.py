@@ -43,6 +43,7 @@ from shoal.numerics.no_trace import copy_of
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.base import run_backward
+from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.coupling import compare as coupling
@@ -125,7 +126,7 @@ class Reference:
         """
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks, self._sparse = num_ranks, sparse
-        self.model = precision.apply(model).to(precision.device)
+        self.model = in_precision(model, precision).to(precision.device)
         self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)

@@ -78,7 +78,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 SAME: dict[str, tuple[list[str], dict[str, Any]]] = {
     "a number": (["--devices", "0"], {"devices": 0}),
     "a text": (["--steps", "two"], {"steps": "two"}),
-    "precision": (["--precision", "fp8"], {"precision": "fp8"}),
+    "precision": (["--precision", "fp6"], {"precision": "fp6"}),
     "accepted without resume": (["--accept-changes"], {"accept_changes": True}),
     "resume of nothing": (["--resume", "--out", "gone"], {"resume": True, "out": Path("gone")}),
     "a plan and devices": (["--plan", "plan.toml", "--devices", "3"], {"plan": "plan.toml", "devices": 3}),

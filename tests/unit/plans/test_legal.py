@@ -408,6 +408,25 @@ EXCLUDED += [
         'memory.shared = true, collectives.compression = "bfloat16"',
         'collectives.compression = "none", or memory.shared = false',
     ),
+    (
+        of(precision={"products": "float8_rows"}),
+        'precision.compute = "float32", precision.products = "float8_rows"',
+        'precision.compute = "bfloat16", or precision.products = "same"',
+    ),
+    (
+        of(precision={"parameters": "bfloat16", "compute": "bfloat16", "products": "float8_blocks"}),
+        'precision.parameters = "bfloat16", precision.products = "float8_blocks"',
+        'precision.parameters = "float32", or precision.products = "same"',
+    ),
+    (
+        of(
+            layout={"tensor": 2},
+            execution={"compile": "default"},
+            precision={"compute": "bfloat16", "products": "float8_rows"},
+        ),
+        'execution.compile = "default", precision.products = "float8_rows", layout.tensor = 2',
+        'execution.compile = "none", layout.tensor = 1, or precision.products = "same"',
+    ),
 ]
 
 

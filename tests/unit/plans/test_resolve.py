@@ -48,18 +48,21 @@ def test_other_wishes_are_written_into_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "same"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("bf16-mixed", "bf16")]
+    ("name", "same"),
+    [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("bf16-mixed", "bf16"), ("fp8", "fp8")],
 )
 def test_precision_names(name: str, same: str) -> None:
     wished = [apply_wishes(Plan(), Wishes(precision=n), from_file=False) for n in (name, same)]
     assert wished[0] == wished[1]
     section = wished[0].precision
-    assert (section.parameters, section.compute, section.reduce, section.loss_scale) == PRECISIONS[same]
+    own = (section.parameters, section.compute, section.reduce, section.loss_scale, section.products)
+    assert own == PRECISIONS[same]
 
 
 def test_only_half_precision_scales_the_loss_and_only_pure_narrows_parameters() -> None:
     assert {n for n, v in PRECISIONS.items() if v[3] != "none"} == {"fp16"}
     assert {n for n, v in PRECISIONS.items() if v[0] != "float32"} == {"bf16-pure"}
+    assert {n: v[4] for n, v in PRECISIONS.items() if v[4] != "same"} == {"fp8": "float8_rows"}
     assert {v[2] for v in PRECISIONS.values()} == {"float32"}
 
 

@@ -202,7 +202,9 @@ def introduce(
         servers = f"{several(plan.layout.data, 'worker')}, {several(plan.server.num_servers, 'server')} and a conductor"
         reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
-    reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
+    products = f", products {plan.precision.products}" if plan.precision.products != "same" else ""
+    kinds = f"parameters {plan.precision.parameters}, compute {plan.precision.compute}"
+    reporter.note(f"  precision   {kinds}{products}{scale}")
     is_asked = plan.precision.compute != "float32" or request.origin("precision") is Origin.OPTION
     if mesh.device.type == "cuda" and not is_asked and (line := tensor_cores(plan)):
         reporter.note(f"  tensor      {line}")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.numerics.float8 import Float8Linear
 from shoal.numerics.isolation import undisturbed
 from shoal.parallel.axis_collectives import Change, TensorAxis, enter, gather, leave
 from shoal.parallel.model.adapters.quantized import QuantizedLinear
@@ -43,7 +44,8 @@ def kind(module: nn.Module) -> str | None:
     if isinstance(module, QuantizedLinear):
         return "linear" if module.can_be_cut else None
     if isinstance(module, nn.Linear):
-        return "linear" if forward is nn.Linear.forward or _is_linear(module) else None
+        is_plain = forward in (nn.Linear.forward, Float8Linear.forward) or _is_linear(module)
+        return "linear" if is_plain else None
     if isinstance(module, _CONVOLUTIONS):
         return "convolution" if forward in {c.forward for c in _CONVOLUTIONS} else None
     if isinstance(module, nn.Embedding):
@@ -138,6 +140,8 @@ def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | Non
     if isinstance(module, _CONVOLUTIONS):
         result: Tensor = module._conv_forward(value, weight, bias)
         return result
+    if isinstance(module, Float8Linear):
+        return module.multiply(value, weight, bias)
     return F.linear(value, weight, bias)
 
 
@@ -278,6 +282,9 @@ class Row:
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
             output = self.sum(product(module, input, weight, None))
             return output if bias is None else output + bias.to(output.dtype)
+        if isinstance(module, Float8Linear) and module.is_on(input.device):
+            output = self.sum(module.multiply(input, weight, None, wide=True))
+            return (output if bias is None else output + bias.to(narrow).float()).to(narrow)
         # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
         # numerics/precision.py).
         with torch.autocast("cpu", enabled=False):

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.distributed.failures import as_shoal_error, to_json
-from shoal.errors import ShoalError, from_json
+from shoal.errors import PlanError, ShoalError, from_json
+from shoal.numerics.float8 import BLOCK, Float8Linear
+from shoal.numerics.float8 import cut as cut_float8
 from shoal.parallel.axis_collectives import TensorAxis, enter, leave
 from shoal.parallel.model.sharded_model import Runs, TensorSlice
 from shoal.parallel.model.trial import ModelTrial
@@ -109,6 +111,12 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
 
     def cut(module: nn.Module, parameter: str, dim: int, runs: Runs) -> None:
         whole = module._parameters.get(parameter)
+        if isinstance(module, Float8Linear) and module.float8.blocks and any(e % BLOCK for run in runs for e in run):
+            raise PlanError(
+                given=f'precision.products = "float8_blocks" with layout.tensor = {axis.degree}',
+                conflict=f"a rank would have a part of a block of {BLOCK} x {BLOCK} of a weight, which has one scale",
+                remedy=f'precision.products = "float8_rows", or a layout.tensor that cuts at multiples of {BLOCK}',
+            )
         if whole is not None:
             name = names[id(whole)]
             parts[name] = TensorSlice.whole(whole.shape).select(dim, runs)
@@ -145,10 +153,13 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
 
 
 def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
+    largest = functools.partial(axis.all_reduce, op=dist.ReduceOp.MAX)
     for pair in plan.pairs:
         entry = Entry(functools.partial(enter, axis=axis), len(pair.candidate.columns))
         for name in pair.candidate.columns:
+            cut_float8(model.get_submodule(name), outputs=largest)
             give_role(model.get_submodule(name), Column(entry))
+        cut_float8(model.get_submodule(pair.candidate.row), inputs=largest)
         give_role(model.get_submodule(pair.candidate.row), Row(functools.partial(leave, axis=axis)))
         for name, part in pair.slices.items():
             module = model.get_submodule(name)
@@ -159,6 +170,7 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
     for name in plan.gathered:
         module = model.get_submodule(name)
         own_sizes, outputs = sizes(num_outputs(module), axis.degree), foreign(module)
+        cut_float8(module, outputs=largest)
         if outputs is None:
             give_role(module, (SlicedOutputLayer if name in plan.sliced else GatheredLayer)(axis, own_sizes))
         else:

@@ -32,6 +32,7 @@ from shoal.launch.environments.detect import joined
 from shoal.numerics.precision import Precision
 from shoal.parallel.assemble import mapped
 from shoal.parallel.blocks.compiled import compile_blocks
+from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import DEGREES, Plan
 from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
@@ -191,7 +192,7 @@ class Session:
             )
         prepared, models = self._prepared.take(objects)
         for model in models:
-            self._precision.apply(model.to(self.mesh.device))
+            in_precision(model.to(self.mesh.device), self._precision)
             self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
             if any(p.requires_grad for p in model.parameters()):
                 recompute(model, self.plan.memory.recompute)

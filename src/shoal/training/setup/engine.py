@@ -35,6 +35,7 @@ from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
+from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.sparse_rows import shared_tables, sparse_parameters, why_dense
 from shoal.parallel.model.adapters.quantized import notes_on
@@ -558,7 +559,7 @@ def _build_model(
     checks = options.checks_seed and mesh.rank == 0
     model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
     mesh = mapped(plan, mesh)
-    model = together(mesh, lambda: precision.apply(model.to(precision.device)))
+    model = together(mesh, lambda: in_precision(model.to(precision.device), precision))
     hooks = ParameterHooks(model)
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)

@@ -40,6 +40,7 @@ from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import is_strided, raw_bytes, replace_leaves, storage_key, tensors_in
 from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
+from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.deferred_init import InitRecorder, NotUnderstoodError, deferred
 from shoal.parallel.model.structure import refuse_wrapped, unwrapped
@@ -59,7 +60,7 @@ _SEED_IT = (
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
     """Build the job's model from the seed, on the device in the plan's dtype. Raises: as `make_model`."""
-    return precision.apply(seeded_model(job).to(precision.device))
+    return in_precision(seeded_model(job).to(precision.device), precision)
 
 
 def seeded_model(job: Job) -> nn.Module:
