@@ -59,7 +59,9 @@ class Float8:
     outputs: Callable[[Tensor], Tensor] | None = None
     always: bool = False
 
-    def rounded(self, left: Tensor, right: Tensor, over: Callable[[Tensor], Tensor] | None) -> tuple[Float8Values, Float8Values]:
+    def rounded(
+        self, left: Tensor, right: Tensor, over: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Float8Values, Float8Values]:
         """Return activations [m, k] and a weight [n, k] in float8, for the product that sums over k.
 
         Collective: with `over` and scales of rows, the axis, an all-reduce of m + n numbers.
@@ -112,7 +114,7 @@ def _scaled_product(a: Float8Values, b: Float8Values) -> Tensor:
     return out
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     """x w^T in float8 and the gradient of x, also in float8."""
 
     @staticmethod
@@ -127,7 +129,7 @@ class _Product(torch.autograd.Function):
         return ctx.how.product(gradient, weight.t().contiguous(), ctx.how.outputs), None, None
 
 
-class _WeightGradient(torch.autograd.Function):
+class _Float8WeightGradient(torch.autograd.Function):
     """The product unchanged, and the gradient of w from it: a node of its own, which a pipeline may postpone."""
 
     @staticmethod
@@ -166,9 +168,9 @@ class Float8Linear(nn.Linear):
         with torch.autocast(input.device.type, enabled=False):
             if input.device.type == "cpu" and kind == torch.bfloat16:
                 rows, weight = rows.float(), weight.float()
-            output: Tensor = _Product.apply(rows, weight.detach(), self.float8)  # type: ignore[no-untyped-call]
+            output: Tensor = _Float8Product.apply(rows, weight.detach(), self.float8)  # type: ignore[no-untyped-call]
             if torch.is_grad_enabled() and weight.requires_grad:
-                output = _WeightGradient.apply(output, rows.detach(), weight)  # type: ignore[no-untyped-call]
+                output = _Float8WeightGradient.apply(output, rows.detach(), weight)  # type: ignore[no-untyped-call]
             output = output if bias is None else output + bias
             output = output if wide else output.to(kind)
         return output.view(*input.shape[:-1], output.shape[-1])

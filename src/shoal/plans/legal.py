@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.errors import PlanError, nearest
 from shoal.plans.grains import legal_data_degrees, share_sizes
 from shoal.plans.plan import AXES, Layout, Plan, degrees_in_use, divisors
-from shoal.plans.rules import CAPTURED, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
+from shoal.plans.rules import CAPTURED, FLOAT8, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
 
 
 def _pipelined(plan: Plan, *schedules: str) -> bool:
@@ -169,23 +169,7 @@ CONFLICTS: tuple[Rule, ...] = (
         "each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
         'execution.compile = "default", or execution.exact = false',
     ),
-    *(
-        Rule(
-            lambda plan, key=key, dtype=dtype: (  # type: ignore[misc]
-                plan.precision.products != "same" and value(plan, key) != dtype
-            ),
-            (key, "precision.products"),
-            "layers in float8 keep float32 parameters, and all other layers compute in bfloat16",
-            f'{key} = "{dtype}", or precision.products = "same"',
-        )
-        for key, dtype in (("precision.parameters", "float32"), ("precision.compute", "bfloat16"))
-    ),
-    Rule(
-        lambda plan: plan.precision.products != "same" and plan.execution.compile != "none" and is_wide(plan, "tensor"),
-        ("execution.compile", "precision.products", "layout.tensor"),
-        "layers in float8 take a maximum over the tensor axis within their products, where a compiled graph has no cut",
-        'execution.compile = "none", layout.tensor = 1, or precision.products = "same"',
-    ),
+    *FLOAT8,
     Rule(
         lambda plan: len(plan.layout.shares) not in (0, plan.layout.divides_grains),
         ("layout.shares", "layout.data", "layout.shard"),

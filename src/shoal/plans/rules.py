@@ -132,6 +132,27 @@ CAPTURED: tuple[Rule, ...] = (
     ),
 )
 
+# Refusals of plans whose linear layers multiply in float8.
+FLOAT8: tuple[Rule, ...] = (
+    *(
+        Rule(
+            lambda plan, key=key, dtype=dtype: (  # type: ignore[misc]
+                plan.precision.products != "same" and value(plan, key) != dtype
+            ),
+            (key, "precision.products"),
+            "layers in float8 keep float32 parameters, and all other layers compute in bfloat16",
+            f'{key} = "{dtype}", or precision.products = "same"',
+        )
+        for key, dtype in (("precision.parameters", "float32"), ("precision.compute", "bfloat16"))
+    ),
+    Rule(
+        lambda plan: plan.precision.products != "same" and plan.execution.compile != "none" and is_wide(plan, "tensor"),
+        ("execution.compile", "precision.products", "layout.tensor"),
+        "layers in float8 take a maximum over the tensor axis within their products, where a compiled graph has no cut",
+        'execution.compile = "none", layout.tensor = 1, or precision.products = "same"',
+    ),
+)
+
 _NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
 
 # Each row is one warning, reported if the settings are not at their defaults.
