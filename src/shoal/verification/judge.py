@@ -208,7 +208,7 @@ class _Judges:
         if not self._job.fuse:
             self._notes.append(
                 "Job(fuse=False): nobody asked whether the loss of several grains is the sum of theirs; "
-                f"{meaning(MIXES, self._job.num_grains, self._job.grain_size)}"
+                f"{meaning(MIXES, self._job.grain_size, self._job.global_batch)}"
             )
         if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
             return []
@@ -225,7 +225,7 @@ class _Judges:
         together, apart, coupled = sums
         if math.isclose(together, apart, rel_tol=UNITS * UNIT):
             return []
-        said = by_grain(coupled, self._job.num_grains, self._job.grain_size)
+        said = by_grain(coupled, self._job.grain_size, self._job.global_batch)
         if said:
             self._notes.append(said)
             return []

@@ -211,7 +211,7 @@ def _longest(whole: Microbatch, parts: Sequence[Microbatch]) -> str | None:
     return None
 
 
-def by_grain(coupled: str, grains: int, grain_size: int) -> str:
+def by_grain(coupled: str, grain_size: int, global_batch: int) -> str:
     """Return a sentence on the verified numbers if the forward mixes samples; empty if the loss or collate does."""
     place = coupled.partition(": ")[0]
     if place == PADS:
@@ -221,12 +221,12 @@ def by_grain(coupled: str, grains: int, grain_size: int) -> str:
     else:
         return ""
     return (
-        f"the numbers are those of grains of {grain_size} samples, not of the whole batch of {grains * grain_size}, "
+        f"the numbers are those of grains of {grain_size} samples, not of the whole batch of {global_batch}, "
         f"since {place}: {remedy}"
     )
 
 
-def meaning(coupled: str, grains: int, grain_size: int) -> str:
+def meaning(coupled: str, grain_size: int, global_batch: int) -> str:
     """Return the consequence of coupled samples for the result, and the change to the job that avoids it."""
     if coupled == REREAD:
         return (
@@ -242,8 +242,8 @@ def meaning(coupled: str, grains: int, grain_size: int) -> str:
     seen = f"each sample sees those of its own grain alone, {grain_size} at most, on any number of devices; "
     if coupled == IN_THE_LOSS:
         return (
-            f"{seen}for a loss over the whole batch of {grains * grain_size}, on any layout, write Job(outputs=lambda "
+            f"{seen}for a loss over the whole batch of {global_batch}, on any layout, write Job(outputs=lambda "
             "model, batch: model(batch[0]), loss=lambda outputs, batch: (total, weight)), where outputs and batch are "
             "those of the whole batch"
         )
-    return f"{seen}with Job(grains=1) it sees the whole batch of {grains * grain_size}, on one data rank"
+    return f"{seen}with Job(grains=1) it sees the whole batch of {global_batch}, on one data rank"

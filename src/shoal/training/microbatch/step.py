@@ -230,7 +230,7 @@ class LossComputer:
             return "the outputs of a batch are not those of its grains, and the loss receives those of the grains"
         if not agreed.coupled:
             return "the loss of a batch is not the sum of its grains', or could not be seen to be"
-        return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.num_grains, self.job.grain_size)}"
+        return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.grain_size, self.job.global_batch)}"
 
     def check_buffers(self, buffers: StepBuffers) -> None:
         """Check that a forward changed no buffers besides those in the policy. Raises: RedoError."""

@@ -235,8 +235,8 @@ def test_a_model_of_its_own_dtype_is_looked_at_in_that() -> None:
 
 
 def test_what_it_means_is_in_numbers_of_the_job() -> None:
-    assert "4 at most" in meaning(f"{MIXES}, in the loss function", 8, 4)
-    assert "whole batch of 32" in meaning(f"{MIXES}, in the loss function", 8, 4)
+    assert "4 at most" in meaning(f"{MIXES}, in the loss function", 4, 30)
+    assert "whole batch of 30" in meaning(f"{MIXES}, in the loss function", 4, 30)
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -269,6 +269,6 @@ def test_a_loss_that_normalises_over_the_batch_is_named_and_not_collate() -> Non
 
 
 def test_a_loss_that_compares_samples_is_told_of_outputs() -> None:
-    said = meaning(IN_THE_LOSS, 8, 4)
+    said = meaning(IN_THE_LOSS, 4, 32)
     assert "Job(outputs=lambda model, batch: model(batch[0]), loss=lambda outputs, batch: (total, weight))" in said
     assert "32" in said
