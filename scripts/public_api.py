@@ -55,9 +55,11 @@ def read() -> dict[str, str]:
 
 
 def unnamed(names: list[str]) -> list[str]:
-    """Return those names that no fragment has as a word."""
-    fragments = " ".join(p.read_text(encoding="utf-8") for p in (ROOT / "changelog.d").glob("+*.md"))
-    return [name for name in names if not re.search(rf"\b{name}\b", fragments)]
+    """Return the names that no fragment has: a class in any case, as `[layout]`, and a function as `shoal.run`."""
+    files = [path for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md"]
+    fragments = " ".join(path.read_text(encoding="utf-8") for path in files)
+    words = {name: name if name[0].isupper() else f"shoal\\.{name}" for name in names}
+    return [name for name, word in words.items() if not re.search(rf"\b{word}\b", fragments, re.IGNORECASE)]
 
 
 def main() -> None:
