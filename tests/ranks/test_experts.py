@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks
-from shoal.parallel.experts.exchange import divide_block, source_gradients
+from shoal.parallel.experts.exchange import clear_source_gradients, divide_block, source_gradients
 from shoal.plans.plan import Layout
 from shoal.verification.forked import forked
 
@@ -234,3 +235,56 @@ def test_the_loss_and_gradients_of_one_process(world_size: int, mode: str, tmp_p
     models = {name: make() for name, make in MODELS.items()}  # once for all ranks, which are forks
     for differences in in_ranks(world_size, work, tmp_path / "ranks"):
         assert max(differences.values()) < ROUNDING, differences
+
+
+def bits(whole: nn.Module, axis: TensorAxis, num_grains: int = 4) -> dict[str, str]:
+    """Digests of each grain's gradients in exact mode: of an expert on its owner, of the rest where the grain is."""
+    model, found = copy.deepcopy(whole), dict[str, str]()
+    tokens = torch.randint(96, (2 * num_grains, 9), generator=torch.Generator().manual_seed(2))
+    blocks = expert_blocks(model)
+    of_experts = {name: block for block in blocks for name in block.parameters}
+    for block in blocks:
+        divide_block(model, block, axis, exact=True)
+        cut(model, block, axis)
+
+    def add(grain: int, name: str, gradient: Tensor | None, first: int = 0) -> None:
+        is_stacked = gradient is not None and name in of_experts and not of_experts[name].listed
+        parts: Any = gradient if is_stacked else [gradient]
+        for number, part in enumerate(parts, first if is_stacked else 0):
+            if part is not None:
+                found[f"{grain} {name} {number}"] = hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest()
+
+    for turn in range(num_grains // axis.degree):
+        grain = turn * axis.degree + axis.place
+        model.zero_grad()
+        loss(model, tokens[2 * grain : 2 * grain + 2]).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            if name not in of_experts or axis.degree == 1:
+                add(grain, name, parameter.grad)
+        for block in blocks:
+            for source, gradients in enumerate(source_gradients(model, block)):
+                for name, gradient in gradients.items():
+                    add(turn * axis.degree + source, name, gradient, block.count // axis.degree * axis.place)
+            clear_source_gradients(model, block)
+    return found
+
+
+@pytest.mark.slow
+def test_exact_mode_has_the_same_bits_on_every_degree(tmp_path: Path) -> None:
+    def work(axis: TensorAxis) -> dict[str, dict[str, dict[str, str]]]:
+        pair = dist.new_group([0, 1])
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        for name, model in models.items():
+            for degree, group in ((1, None), (2, pair), (4, axis.group)):
+                if axis.place < degree:
+                    found.setdefault(name, {})[str(degree)] = bits(model, TensorAxis(degree, axis.place, group))
+        return found
+
+    torch.manual_seed(5)
+    models = {name: make() for name, make in MODELS.items()}
+    told = in_ranks(4, work, tmp_path / "ranks")
+    for name in models:
+        merged = [{k: v for of in told for k, v in of[name].get(degree, {}).items()} for degree in "124"]
+        assert len(merged[0]) > 50, name
+        different = [{key for key in merged[0] if other.get(key) != merged[0][key]} for other in merged[1:]]
+        assert different == [set(), set()], (name, [sorted(keys)[:5] for keys in different])
