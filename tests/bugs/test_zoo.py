@@ -20,7 +20,8 @@ def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch, **furthe
     """The ranks have the bug, the references have not; `further`: sections of the plan."""
     job = bug.job()
     axis = "shard" if "shard" in bug.sections else "data"
-    plan = shoal.Plan().with_sections(layout={axis: bug.ranks}, **{**bug.sections, **further})
+    layout = {axis: bug.ranks, **bug.sections.get("layout", {})}
+    plan = shoal.Plan().with_sections(**{**bug.sections, **further, "layout": layout})
     plan = judged(job, plan).plan
     with monkeypatch.context() as patch:
         bug.plant(patch)
@@ -35,7 +36,7 @@ def test_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # What one copy has of its own is in the table already; and its initial values are rank 0's, since there are no others.
-DIVIDED = {"shard", "pipeline", "memory"}
+DIVIDED = {"shard", "pipeline", "memory", "expert"}
 ON_DATA = [name for name, bug in ZOO.items() if not DIVIDED & {*bug.sections, *bug.sections.get("layout", {})}]
 ON_DATA.remove("initial values by rank")
 

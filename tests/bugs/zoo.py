@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from tests.conformance import cases
 from tests.conformance.cases import FP16, grouped, job, language, vectors
 from tests.conformance.strategies import ONE_COPY
+from tests.jobs import balanced_experts, experts
 from tests.jobs.witness import is_look
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from shoal.numerics import grain_randomness
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums
 from shoal.parallel.data.replicated import DataParallel, GradientBuckets
+from shoal.parallel.experts.exchange import _Exchange, _RoutedExperts
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.update_division import ShardedOptimizer
 from shoal.training.microbatch.evaluation import Evaluator
@@ -444,6 +446,53 @@ def mean_of_metrics(patch: pytest.MonkeyPatch) -> None:
     after(patch, Evaluator, "evaluate", scaled)
 
 
+def on_results(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Changes the results of divided experts, by expert, token and slot, as they return to the tokens' rank."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        after(patch, _Exchange, "computed", lambda found, *given: change(found))
+
+    return plant
+
+
+def first_token_twice(results: Tensor) -> Tensor:
+    return torch.cat([results[:1] * 2, results[1:]])
+
+
+def last_token_junk(results: Tensor) -> Tensor:
+    return torch.cat([results[:-1], torch.full_like(results[-1:], 1e4)])
+
+
+def routers_twice(gradients: list[Tensor]) -> None:
+    scale_all(2.0)([g for g in gradients if g.shape == (4, experts.WIDTH)])
+
+
+def experts_by_their_group(gradients: list[Tensor]) -> None:
+    scale_all(0.5)([g for g in gradients if g.ndim == 3])
+
+
+def experts_over_all_ranks(gradients: list[Tensor]) -> None:
+    for gradient in gradients:
+        if gradient.ndim == 3:
+            dist.all_reduce(gradient)
+
+
+def without_gradient_of_weights(patch: pytest.MonkeyPatch) -> None:
+    original = _RoutedExperts.forward
+
+    def forward(self: Any, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return original(self, tokens, index, weights.detach() + 0 * weights)
+
+    patch.setattr(_RoutedExperts, "forward", forward)
+
+
+def counts_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    def then(found: Tensor, self: StepBuffers, *given: Any, **named: Any) -> Tensor:
+        return found if self.slot == 0 else torch.zeros_like(found)
+
+    after(patch, StepBuffers, "weighted", then)
+
+
 class Noisy(torch.utils.data.Dataset[Any]):
     """Samples that are augmented as they are read."""
 
@@ -461,6 +510,9 @@ dropping = partial(job, model=cases.dropping)
 normalised = partial(job, model=cases.convolutions, train_data=partial(cases.images, 100), eval_data=None, metrics={})
 two_epochs = partial(job, train_data=partial(vectors, 32), length=shoal.Epochs(2))
 tied = partial(language, optimizer=partial(cases.sgd))
+divided = partial(Bug, job=partial(experts.job, eval_data=None), sections={"layout": {"expert": 2}})
+unlike_ranks = partial(balanced_experts.job, seed=1)  # rank 0's counts alone move the bias elsewhere
+MIXTURE = r"blocks\.[01]\.mixture"
 
 ZOO: dict[str, Bug] = {
     "last microbatch left out of the sum": Bug(
@@ -529,6 +581,23 @@ ZOO: dict[str, Bug] = {
     "evaluation mode on one rank": Bug(evaluating_on_one_rank, "none known", "forward", "2", dropping),
     "samples evaluated twice": Bug(evaluates_twice, "Lightning #2398", "metrics", "samples"),
     "metrics averaged over ranks": Bug(mean_of_metrics, "Accelerate #287", "metrics", ".*"),
+    "a token sent twice": divided(on_results(first_token_twice), "none known", "forward", f"{MIXTURE}.*"),
+    "junk rows read": divided(on_results(last_token_junk), "transformers #48205", "forward", f"{MIXTURE}.*"),
+    "a router's gradient summed twice": divided(
+        on_gradients(routers_twice), "none known", "reduction", f"{MIXTURE}.router.weight"
+    ),
+    "a router without gradient": divided(
+        without_gradient_of_weights, "transformers #48687", "reduction", f"{MIXTURE}.router.weight"
+    ),
+    "experts' gradients averaged over their group": divided(
+        on_gradients(experts_by_their_group), "Megatron-LM #1628", "reduction", f"{MIXTURE}.experts.*"
+    ),
+    "experts' gradients summed over all ranks": divided(
+        on_gradients(experts_over_all_ranks), "pytorch #160285", "reduction", f"{MIXTURE}.experts.*"
+    ),
+    "a bias moved by one rank's counts": Bug(
+        counts_of_rank_0, "torchtitan #3686, of other layers", "buffers", "router.bias", unlike_ranks
+    ),
 }
 
 

@@ -137,15 +137,15 @@ def tokens(num_samples: int, length: int = 12) -> tuple[Tensor, Tensor]:
 
 def job(model: str = "stacked", grains: int = 4, steps: int = 6, **others: Any) -> shoal.Job:
     """AdamW with clipping that bites; the last batch of an epoch has two samples."""
-    return shoal.Job(
-        model=MODELS[model],
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        train_data=tokens(26),
-        eval_data=tokens(9),
-        global_batch=8,
-        grains=grains,
-        length=shoal.Steps(steps),
-        clip_norm=0.5,
-        **others,
-    )
+    settings: dict[str, Any] = {
+        "model": MODELS[model],
+        "loss": loss,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "train_data": tokens(26),
+        "eval_data": tokens(9),
+        "global_batch": 8,
+        "grains": grains,
+        "length": shoal.Steps(steps),
+        "clip_norm": 0.5,
+    }
+    return shoal.Job(**{**settings, **others})
