@@ -159,7 +159,12 @@ def profile(
     few, more = (sum(t.nbytes for t in tensors_in(batch(n))) for n in (2, 4))
     read = ["computed with numbers, because the model looks at them"] if tracer.values == "all" else []
     result = assembled(tracer.model, traces, division, cost, sample_bytes=round((more - few) / 2), notes=read)
-    return replace(result, notes=(*result.notes, *notes, *_undivided(tracer.model, division)))
+    tables = (
+        f"{name}: predicted with a dense gradient of {num_bytes / 1e6:,.0f} MB; on data ranks it is sparse, and its "
+        "memory and traffic grow with the rows that a step touches"
+        for name, num_bytes in tracer.tables.items()
+    )
+    return replace(result, notes=(*result.notes, *notes, *tables, *_undivided(tracer.model, division)))
 
 
 def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from shoal.numerics.isolation import YieldingHooks, without_modes
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import cast_grouped_products
+from shoal.parallel.data.sparse_rows import sparse_parameters
 from shoal.parallel.model.module_state import PLACES
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import ValueFree, twin
@@ -435,6 +436,8 @@ class OperatorTracer:
         device: Type of device whose kernels to trace, "cuda" or "cpu".
         by_grain: True if dropout is drawn as shoal's engine does.
         values: The tensors with values, for models that read them: none, the integers of the batch, or all.
+
+    `tables`: bytes of weights with sparse gradients, by name. The trace has dense ones.
     """
 
     def __init__(
@@ -469,6 +472,10 @@ class OperatorTracer:
                 with self.mode:
                     fakes = model if complete else twin(model, lambda _, t: value_free.fake(t, narrow))
                 self.model = fakes.train()
+        self.tables = {name: table.nbytes for name, table in sparse_parameters(self.model).items()}
+        for module in self.model.modules():  # a sparse tensor has no storage that a trace could follow
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False
         self._named = dict(self.model.named_parameters())
         for block in repeated_blocks(self.model):
             if block.children is None:

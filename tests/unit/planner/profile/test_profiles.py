@@ -354,3 +354,12 @@ def test_a_view_of_padded_rows_is_as_aligned_as_these_are() -> None:
 
     assert rows(lambda: Sliced(32))[0] == {13}
     assert rows(lambda: Sliced(31))[0] == {21, 13}
+
+
+def test_a_sparse_table_is_traced_with_a_dense_gradient_and_a_note() -> None:
+    table = nn.EmbeddingBag(100_000, 8, sparse=True)
+    found = profile(table, lambda m, b: (m(b).sum(), len(b)), lambda n: torch.zeros(n, 4, dtype=torch.int64))
+    assert table.sparse
+    assert found.num_parameters == 800_000
+    (note,) = (note for note in found.notes if "dense gradient" in note)
+    assert note.startswith("weight: predicted with a dense gradient of 3 MB")
