@@ -13,7 +13,11 @@ from tests.docs.test_readme import ROOT
 from tests.usual import parametrize
 
 DOCS = ROOT / "docs"
-TAUGHT = [DOCS / "index.md", DOCS / "tutorial.md", *DOCS.glob("how-to/*.md"), *DOCS.glob("coming-from/*.md")]
+TAUGHT = [
+    *(DOCS / name for name in ("index.md", "tutorial.md", "runs.md")),
+    *DOCS.glob("how-to/*.md"),
+    *DOCS.glob("coming-from/*.md"),
+]
 PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(TAUGHT)}
 STORIES = [
     name

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.docs.pages import write_first_job
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
@@ -17,7 +18,7 @@ PAGE = (ROOT / "docs" / "report.md").read_text()
 def test_the_page_in_its_order(tmp_path: Path) -> None:
     commands = [line.split() for block in blocks("sh", PAGE) for line in block.splitlines()]
     assert [words[1] for words in commands] == ["run", "run", "report", "report", "watch", "watch"]
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    write_first_job(tmp_path)
     for words in commands:
         done = run([sys.executable, "-m", *words], cwd=tmp_path, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
