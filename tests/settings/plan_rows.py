@@ -154,6 +154,13 @@ SHARD: Table = {
     "shard.reduce: one microbatch": idle(
         "a rank computes one microbatch a step", 2, layout={"shard": 2}, shard={"reduce": "last_microbatch"}
     ),
+    "shard.sizes": Acts(layout(2, shard=2, shard_={**ZERO1, "sizes": (3, 1)}), layout(2, shard=2, shard_=ZERO1), held),
+    "shard.sizes: of another number of ranks": refused(
+        "each rank of the shard axis has a shard", layout={"shard": 2}, shard={**ZERO1, "sizes": [3, 2, 1]}
+    ),
+    "shard.sizes: level parameters": refused(
+        "cuts gradients and parameters into equal parts", layout={"shard": 2}, shard={"sizes": [3, 1]}
+    ),
     "shard.offload": idle("shard.offload = true: no effect", 2, layout={"shard": 2}, shard={"offload": True}),
     "shard.offload: without an axis": idle("shard.offload = true: no effect", shard={"offload": True}),
     "shard.offload: level optimizer": refused(

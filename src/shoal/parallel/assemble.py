@@ -341,7 +341,7 @@ def assemble(
     division = UpdateDivision(sharded_model)
     if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
         divided = [p for p in trained if all(p is not one for one in experts)]  # experts stay with their ranks
-        division = ShardedOptimizer(sharded_model, parameters, mark, divided)
+        division = ShardedOptimizer(sharded_model, parameters, mark, divided, plan.shard.sizes)
     rows = SparseRows(sparse, mesh, reduce)
     dense = [p for p in parameters if all(p is not one for one in sparse)]
     if plan.execution.exact:

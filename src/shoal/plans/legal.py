@@ -177,6 +177,18 @@ CONFLICTS: tuple[Rule, ...] = (
         "layout.shares with a number for each of these ranks, or leave it out for equal shares",
     ),
     Rule(
+        lambda plan: len(plan.shard.sizes) not in (0, plan.layout.shard),
+        ("shard.sizes", "layout.shard"),
+        "each rank of the shard axis has a shard",
+        "shard.sizes with a number for each of these ranks, or leave it out for equal shards",
+    ),
+    Rule(
+        lambda plan: bool(plan.shard.sizes) and plan.shards_model,
+        ("shard.sizes", "shard.level"),
+        "torch's fully_shard cuts gradients and parameters into equal parts",
+        'shard.level = "optimizer", or no shard.sizes',
+    ),
+    Rule(
         lambda plan: plan.shares_memory and plan.collectives.all_reduce != "shared_memory",
         ("memory.shared", "collectives.all_reduce"),
         "each rank updates its part of the shared parameters from all gradients where they lie, in memory shared too",

@@ -150,11 +150,15 @@ class BatchSection(_Section):
 
 
 class ShardSection(_Section):
-    """ZeRO stage of the shard axis (1, 2 or 3), and the microbatches after which sharded gradients are summed."""
+    """ZeRO stage of the shard axis (1, 2 or 3), and the microbatches after which sharded gradients are summed.
+
+    `sizes`: relative sizes of the ranks' shards along the shard axis, as whole numbers. Empty means equal shards.
+    """
 
     level: Literal["optimizer", "gradients", "parameters"] = "parameters"
     reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     offload: bool = False
+    sizes: tuple[Degree, ...] = Field(default=(), strict=False)
 
 
 class TensorSection(_Section):
@@ -333,7 +337,7 @@ class Plan(_Section):
     def to_mapping(self) -> dict[str, Any]:
         """Return the whole plan as nested dicts, `schema` first, with every key present."""
         document = self.model_dump(by_alias=True)
-        for section, key in (("pipeline", "split"), ("layout", "shares")):
+        for section, key in (("pipeline", "split"), ("layout", "shares"), ("shard", "sizes")):
             document[section][key] = list(document[section][key])
         return document
 

@@ -170,6 +170,8 @@ def relaid(plan: Plan, devices: int) -> Plan:
     sections: dict[str, object] = {name: unused for name, unused in _UNUSED.items() if degrees[name] == 1}
     if plan.layout.pipeline != degrees["pipeline"] > 1:
         sections["pipeline"] = plan.pipeline.model_copy(update={"split": ()})
+    if plan.layout.shard != degrees["shard"] > 1:
+        sections["shard"] = plan.shard.model_copy(update={"sizes": ()})
     batch = plan.batch.model_copy(update={"grains_per_microbatch": 0})
     degrees["expert"] = old.fitting_experts(devices // degrees["pipeline"])
     return plan.model_copy(update={"layout": Layout.model_validate(degrees), "batch": batch, **sections})
@@ -184,7 +186,8 @@ class CompletePlan(Plan):
     @property
     def alone(self) -> Self:
         """The same plan on one process, without servers."""
-        return self.model_copy(update={"layout": Layout(), "server": ServerSection()})
+        shard = self.shard.model_copy(update={"sizes": ()})
+        return self.model_copy(update={"layout": Layout(), "server": ServerSection(), "shard": shard})
 
     def with_choices(
         self, *, workers: int | None = None, shared: bool | None = None, execution: Mapping[str, object] | None = None

@@ -291,6 +291,16 @@ EXCLUDED += [
         "layout.shares with a number for each of these ranks",
     ),
     (
+        of(layout={"shard": 2}, shard={"level": "optimizer", "sizes": [3, 2, 1]}),
+        "shard.sizes = [3, 2, 1], layout.shard = 2",
+        "shard.sizes with a number for each of these ranks",
+    ),
+    (
+        of(layout={"shard": 2}, shard={"level": "parameters", "sizes": [3, 1]}),
+        'shard.sizes = [3, 1], shard.level = "parameters"',
+        'shard.level = "optimizer", or no shard.sizes',
+    ),
+    (
         of(layout={"data": 2}, collectives={"compression": "int8"}, execution={"exact": True}),
         'collectives.compression = "int8", execution.exact = true',
         'collectives.compression = "none", or execution.exact = false',

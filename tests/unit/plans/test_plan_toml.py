@@ -37,7 +37,12 @@ PLANS = st.fixed_dictionaries(
         ),
         "batch": st.fixed_dictionaries({"grains_per_microbatch": st.integers(0, 10**6)}),
         "shard": st.fixed_dictionaries(
-            {"level": literal("shard", "level"), "reduce": literal("shard", "reduce"), "offload": st.booleans()}
+            {
+                "level": literal("shard", "level"),
+                "reduce": literal("shard", "reduce"),
+                "offload": st.booleans(),
+                "sizes": st.lists(DEGREES, max_size=3),
+            }
         ),
         "tensor": st.fixed_dictionaries({"sequence": st.booleans()}),
         "pipeline": st.fixed_dictionaries(

@@ -122,7 +122,9 @@ def with_layout(plan: Plan, layout: str, devices: int | None) -> Plan:
                 remedy=f"write --layout data=2,tensor=2, say, with axes of {', '.join(DEGREES)}",
             )
         degrees[axis] = int(number)
-    plan = plan.with_sections(layout={axis: degrees.get(axis, 1) for axis in DEGREES} | {"shares": []})
+    plan = plan.with_sections(
+        layout={axis: degrees.get(axis, 1) for axis in DEGREES} | {"shares": []}, shard={"sizes": []}
+    )
     if devices is not None:
         refuse(other_world(plan, World(devices, f"--devices {devices}")))
     return plan

@@ -117,14 +117,18 @@ class ShardedOptimizer(UpdateDivision):
         parameters: Sequence[Tensor],
         mark: Callable[[str], None],
         among: Sequence[Tensor] | None = None,
+        room: Sequence[int] = (),
     ) -> None:
-        """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest."""
+        """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest.
+
+        `room`: relative sizes of the ranks' shards; empty for equal ones.
+        """
         super().__init__(model)
         self._mesh, self._mark = model.mesh, mark
         self._parameters = [p for p in parameters if id(p) not in self._matrix_owners]
         self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
         self._group = self._mesh.group("shard")
-        self._owners = owners(parameters if among is None else among, self._ranks) | self._matrix_owners
+        self._owners = owners(parameters if among is None else among, self._ranks, room) | self._matrix_owners
         self._divided: tuple[list[int], list[tuple[int, list[Tensor]]]] = [], []  # the last result of `_pieces`
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
@@ -187,9 +191,9 @@ class ShardedOptimizer(UpdateDivision):
         return self._owners.get(id(parameter), self._rank) == self._rank
 
 
-def owners(parameters: Sequence[Tensor], ranks: Sequence[int]) -> dict[int, int]:
-    """Return the rank that updates each parameter, by the parameter's id."""
-    numbers = divide([p.numel() * p.itemsize for p in parameters], len(ranks))
+def owners(parameters: Sequence[Tensor], ranks: Sequence[int], room: Sequence[int] = ()) -> dict[int, int]:
+    """Return the rank that updates each parameter, by the parameter's id. `room`: as in `divide`."""
+    numbers = divide([p.numel() * p.itemsize for p in parameters], len(ranks), room)
     return {id(p): ranks[number] for p, number in zip(parameters, numbers, strict=True)}
 
 

@@ -85,7 +85,7 @@ class States:
     def __init__(self, profile: Profile, program: Program, accounts: Accounts) -> None:
         self._program, self._accounts = program, accounts
         self._per_element = profile.state_bytes_per_element + program.master_bytes
-        self._owned: dict[tuple[int, int], int] = {}
+        self._owned: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._unrounded: dict[tuple[object, ...], Unrounded] = {}
 
     def _per_gradient(self, plan: Plan) -> float:
@@ -108,6 +108,7 @@ class States:
                 "gradients": scattered_gradients(sharding),
                 "optimizer": self._per_element * sum(sharding.each(updated)),
             }
+        sizes = () if plan.shares_memory else plan.shard.sizes
         owners, gradients = plan.num_owners, self._accounts.gradients(plan, part, on_cpu=on_cpu)
         sums, trained = size.trainable * self._per_gradient(plan), size.trainable / owners
         if self._program.own_buckets:
@@ -115,9 +116,9 @@ class States:
                 sums = compression_buffers(gradients, plan)
             else:
                 sums = bucketed(gradients, plan.layout, plan.collectives.all_reduce == "native")
-            key = id(gradients), owners
+            key = id(gradients), owners, sizes
             if key not in self._owned:
-                arrays_of_owners = owned(gradients.parameters, owners)
+                arrays_of_owners = owned(gradients.parameters, owners, sizes)
                 self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
             trained = self._owned[key]
         return {
@@ -482,10 +483,10 @@ class Exchanged:
             all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
             at_once = network.seconds("broadcast", all_bytes, group)
             return agreed + max(0, num_owners - 1) * start + at_once
-        key = "broadcast", part, layout.tensor, group, layout.world_size, algorithm
+        key = "broadcast", part, layout.tensor, group, layout.world_size, algorithm, plan.shard.sizes
         if key not in self._known:
             gradients = self.accounts.gradients(plan, part, on_cpu=False)
-            sent = (one for one in sharded_optimizer(gradients, plan.layout) if one.group == "shard")
+            sent = (one for one in sharded_optimizer(gradients, plan.layout, plan.shard.sizes) if one.group == "shard")
             self._known[key] = price(self.network, layout, sent, algorithm)
         seconds: float = self._known[key]
         return agreed + seconds

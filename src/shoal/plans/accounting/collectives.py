@@ -81,9 +81,18 @@ def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
     return on_cpu and num_bytes <= GATHER_BYTES and world_size <= GATHER_RANKS
 
 
-def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return an owner for each size, the largest first to the least loaded. Within 4/3 of the best (Graham 1969)."""
+def divide(sizes: Sequence[int], num_owners: int, room: Sequence[int] = ()) -> list[int]:
+    """Return an owner for each size, the largest first to the least loaded. Within 4/3 of the best (Graham 1969).
+
+    `room`: relative room of each owner, as whole numbers; empty if all have the same.
+    """
     owners = [0] * len(sizes)
+    if room:
+        filled = [0] * num_owners
+        for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+            owners[i] = min(range(num_owners), key=lambda owner: (filled[owner] + sizes[i]) / room[owner])
+            filled[owners[i]] += sizes[i]
+        return owners
     loads = [(0, owner) for owner in range(min(num_owners, len(sizes)))]  # a heap
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         load, owners[i] = loads[0]
@@ -402,19 +411,25 @@ def agreement(world_size: int) -> Iterator[SizedCollective]:
         yield SizedCollective(WORLD, "all_gather", world_size * _NULL_BYTES)
 
 
-def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
-    """Return, for each index on the shard axis, the parameters whose optimizer state it owns under ZeRO-1."""
+def owned(parameters: Sequence[Array], degree: int, room: Sequence[int] = ()) -> list[list[Array]]:
+    """Return, for each index on the shard axis, the parameters whose optimizer state it owns under ZeRO-1.
+
+    `room`: as in `divide`.
+    """
     of_owner: list[list[Array]] = [[] for _ in range(degree)]
-    for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
+    for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree, room), strict=True):
         of_owner[owner].append(parameter)
     return of_owner
 
 
-def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """Yield ZeRO-1's additional collectives: broadcasts of owned parameters, and an agreement after the update."""
+def sharded_optimizer(gradients: Gradients, layout: Layout, room: Sequence[int] = ()) -> Iterator[SizedCollective]:
+    """Yield ZeRO-1's additional collectives: broadcasts of owned parameters, and an agreement after the update.
+
+    `room`: as in `divide`.
+    """
     if layout.shard == 1:
         return
-    for mine in filter(None, owned(gradients.parameters, layout.shard)):
+    for mine in filter(None, owned(gradients.parameters, layout.shard, room)):
         sizes = [p.bytes for p in mine]
         alone = [p.contiguous and p.bytes >= PIECE_BYTES for p in mine]
         for members in pack(sizes, alone, [p.kind for p in mine]):

@@ -75,7 +75,11 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
             sent = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
         else:
             sent = data_parallel(gradients, layout, algorithm, rank)
-        summed = [*sent, *sharded_optimizer(gradients, layout), *([norm()] if layout.shares_grains > 1 else [])]
+        summed = [
+            *sent,
+            *sharded_optimizer(gradients, layout, plan.shard.sizes),
+            *([norm()] if layout.shares_grains > 1 else []),
+        ]
     return Volumes.of(
         summed,
         completed(described.partial),
@@ -100,7 +104,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
             optimizer=optimizer_state(rows, state) if state is not None else None,
             activations=described.activations,
         )
-    updated = owned(gradients.parameters, layout.shard)[layout.coordinate(rank).shard]
+    updated = owned(gradients.parameters, layout.shard, plan.shard.sizes)[layout.coordinate(rank).shard]
     parameters = whole((*gradients.parameters, *described.frozen))
     if plan.shares_memory:
         updated = owned(gradients.parameters, layout.world_size)[rank]

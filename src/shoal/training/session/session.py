@@ -119,7 +119,7 @@ class Session:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
         if self.replay and self.replay.of is not None:  # a replay runs the same loop on one process
-            plan = plan.with_sections(layout={**dict.fromkeys(DEGREES, 1), "shares": []})
+            plan = plan.with_sections(layout={**dict.fromkeys(DEGREES, 1), "shares": []}, shard={"sizes": []})
         if self.replay:  # compressed sums differ from the sums of one process
             plan = plan.uncompressed
         _refuse_divided(plan)
