@@ -76,6 +76,23 @@ def share_sizes(count: int, num_parts: int, shares: tuple[int, ...] = ()) -> tup
     return tuple(sizes)
 
 
+# The excess of a step over the ideal shares' step from which a note appears.
+UNEVEN = 0.05
+
+
+def excess_of_shares(num_grains: int, shares: tuple[int, ...]) -> float:
+    """Return by how much whole grains make a step longer than ideal shares would, relative to the latter."""
+    sizes = share_sizes(num_grains, len(shares), shares)
+    return max(size / one for size, one in zip(sizes, shares, strict=True)) * sum(shares) / num_grains - 1
+
+
+def enough_grains(shares: tuple[int, ...], num_grains: int, size: int) -> int | None:
+    """Return the least larger number of equal grains that suits shares, or None. `size`: samples of a grain now."""
+    samples = num_grains * size
+    finer = (count for count in range(num_grains + 1, samples + 1) if samples % count == 0)
+    return next((count for count in finer if excess_of_shares(count, shares) <= UNEVEN), None)
+
+
 def share(grains: list[T], part: int, num_parts: int, shares: tuple[int, ...] = ()) -> list[T]:
     """Return the contiguous run of grains that data rank `part` of `num_parts` computes; it may be empty.
 

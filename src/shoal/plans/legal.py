@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError, nearest
-from shoal.plans.grains import legal_data_degrees, share_sizes
+from shoal.plans.grains import UNEVEN, enough_grains, excess_of_shares, legal_data_degrees, share_sizes
 from shoal.plans.plan import AXES, Layout, Plan, degrees_in_use, divisors
 from shoal.plans.rules import CAPTURED, FLOAT8, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
 
@@ -498,29 +498,15 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
-# The excess of a step over the ideal shares' step from which a note appears.
-UNEVEN = 0.05
-
-
-def excess_of_shares(num_grains: int, shares: tuple[int, ...]) -> float:
-    """Return by how much whole grains make a step longer than ideal shares would, relative to the latter."""
-    sizes = share_sizes(num_grains, len(shares), shares)
-    return max(size / one for size, one in zip(sizes, shares, strict=True)) * sum(shares) / num_grains - 1
-
-
-def enough_grains(shares: tuple[int, ...], facts: ModelFacts) -> int | None:
-    """Return the least larger number of equal grains that suits shares, or None if there is none."""
-    samples = facts.num_grains * facts.grain_size
-    finer = (count for count in range(facts.num_grains + 1, samples + 1) if samples % count == 0)
-    return next((count for count in finer if excess_of_shares(count, shares) <= UNEVEN), None)
-
-
 def _uneven_shares(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield a note if grains are too large for the plan's shares, with a number of grains that suits them."""
     shares = plan.layout.shares
     if len(shares) != plan.layout.divides_grains:
         return
-    excess, enough = excess_of_shares(facts.num_grains, shares), enough_grains(shares, facts)
+    excess, enough = (
+        excess_of_shares(facts.num_grains, shares),
+        enough_grains(shares, facts.num_grains, facts.grain_size),
+    )
     if excess > UNEVEN:
         more = f"; Job(grains={enough}) divides them better (which changes the run)" if enough is not None else ""
         sizes = share_sizes(facts.num_grains, len(shares), shares)

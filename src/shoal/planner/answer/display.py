@@ -21,8 +21,7 @@ from shoal.planner.predict.mixed import devices_of
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.search import DISTINCT, GIB, Candidate, gib
-from shoal.plans.grains import share_sizes
-from shoal.plans.legal import UNEVEN, enough_grains, excess_of_shares
+from shoal.plans.grains import UNEVEN, enough_grains, excess_of_shares, share_sizes
 from shoal.plans.plan import described, layout_name, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import dollars, rate, seconds, several
@@ -188,7 +187,7 @@ def front(
         shares, facts = chosen.plan.layout.shares, question.case.space.facts
         runs = groupby(share_sizes(work.num_grains, max(1, len(shares)), shares))
         if shares and (excess := excess_of_shares(work.num_grains, shares)) > UNEVEN:
-            enough = enough_grains(shares, facts)
+            enough = enough_grains(shares, facts.num_grains, facts.grain_size)
             finer = f", Job(grains={enough}) suits them" if enough is not None else ""
             uneven = [f"{excess:.0%} longer than with ideal shares{finer}; "]
         if shares:
