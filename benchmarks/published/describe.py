@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.published.modules import cut_in_pairs, transformer
+from benchmarks.published.modules import Latent, cut_in_pairs, transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
 from shoal.hardware.catalogue import capped
 from shoal.hardware.values import Cluster, Link
+from shoal.planner.predict.experts import ALL_GATHER, ALL_TO_ALL, DEEPEP
 from shoal.planner.predict.programs import (
     DEEPSPEED_BUCKETS,
     MASTER_BYTES,
@@ -94,7 +95,15 @@ _MEGATRON = Framework(
 )
 # Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout.
 _MEGATRON_CORE = dataclasses.replace(_MEGATRON, dropout=0.0, fused_attention=True, program=MEGATRON_CORE)
+# NeMo AutoModel: fully_shard of torch, experts over DeepEP that fully_shard divides over the ranks with the same ones,
+# kernels of Transformer Engine.
+_AUTOMODEL = Framework(
+    fused_kernels=True,
+    program=dataclasses.replace(USUAL, attention="flash3", shards_context=True, shards_experts=True),
+    reduce="float32",
+)
 FRAMEWORKS = (
+    ("automodel", _AUTOMODEL),
     ("nemo", _MEGATRON_CORE),
     ("bridge", _MEGATRON_CORE),
     ("megatron-core", _MEGATRON_CORE),
@@ -194,7 +203,42 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
     }
     if family == "bert":
         dimensions |= {"head": "masked"}
+    if "num_experts" in row and not integer(row, "hidden", 0):
+        raise UnknownError("the row does not tell the width of the model")
+    if row.get("peft"):
+        raise UnknownError("adapters are not described")
+    if "num_experts" in row and not (row.get("dp") and row.get("global_batch")):
+        raise UnknownError("the row does not tell the layout or the batch")
+    if integer(row, "num_experts", 0):
+        family = "llama"
+        dimensions |= _mixture(row, name)
     return family, dimensions
+
+
+# Widths of a head where it is not hidden / heads, by the public configurations of the models.
+_HEAD_WIDTH = {"qwen3": 128, "gpt-oss": 64}
+_LATENT = Latent(query=1536, key=512, plain=128, rotated=64, value=128)  # DeepSeek-V3 and Kimi-K2
+
+
+def _mixture(row: Row, name: str) -> dict[str, Any]:
+    """The dimensions of a model with mixtures of experts: those without one are the first blocks, or every other one."""
+    layers, mixtures = integer(row, "n_layers"), integer(row, "n_moe_layers")
+    alternates = "every other" in row.get("arch_family", "")
+    return {
+        "experts": integer(row, "num_experts"),
+        "chosen": integer(row, "top_k"),
+        "expert_ffn": integer(row, "moe_hidden"),
+        "shared": integer(row, "shared_experts", 0),
+        "dense_first": 0 if alternates else layers - mixtures,
+        "every": layers // mixtures if alternates else 1,
+        "latent": _LATENT if "deepseek-v3" in name or "kimi" in name else None,
+        "head_width": next((width for word, width in _HEAD_WIDTH.items() if word in name), None),
+        "tied": False,
+    }
+
+
+# What a row's column `dispatcher` says, as the planner calls it. Megatron-Core's default is an all-to-all.
+_DISPATCHERS = {"deepep": DEEPEP, "own kernels": DEEPEP, "hybridep": DEEPEP, "allgather": ALL_GATHER}
 
 
 @cache
@@ -208,12 +252,16 @@ def _profile(
 def plan(row: Row) -> Plan:
     """The row's layout. Raises: UnknownError where it is none that a plan can say."""
     data, stage = integer(row, "dp"), integer(row, "zero_stage", 0)
+    if not row.get("zero_stage") and "FSDP2" in row.get("sharding", ""):
+        # torchtitan and what is built on it keep parameters gathered between the microbatches of a pipeline.
+        stage = 2 if integer(row, "pp") > 1 else 3
     layout = {
         "data": data if stage == 0 else 1,
         "shard": 1 if stage == 0 else data,
         "tensor": integer(row, "tp"),
         "pipeline": integer(row, "pp"),
         "context": integer(row, "cp"),
+        "expert": integer(row, "ep"),
     }
     virtual = integer(row, "vpp")
     blocks = integer(row, "n_layers")
@@ -263,6 +311,12 @@ def program(row: Row) -> Program:
         found = dataclasses.replace(found, layers=layers)
     if row.get("gradient_overlap") == "0":
         found = dataclasses.replace(found, overlap=False)
+    if integer(row, "num_experts", 0):
+        dispatch = _DISPATCHERS.get(row.get("dispatcher", ""), ALL_TO_ALL)
+        # Megatron-Core's distributed optimizer divides experts over the ranks with the same ones too.
+        found = dataclasses.replace(
+            found, dispatch=dispatch, shards_experts=True, expert_tensor=integer(row, "etp")
+        )
     name = row.get("framework", "").lower()
     if "deepspeed" in name and integer(row, "zero_stage", 0):
         found = dataclasses.replace(found, buffer_bytes=DEEPSPEED_BUCKETS)
@@ -289,11 +343,15 @@ def cluster(row: Row) -> Cluster:
     """The catalogue's hosts of the row's devices, with the row's own network where it is told."""
     gpu, gib = row.get("gpu", ""), row.get("gpu_mem_gb", "")
     num_devices = integer(row, "n_gpus")
-    per_host = min(integer(row, "gpus_per_node", 8), num_devices)
+    told = re.match(r"\d+ per \w+", row.get("gpus_per_node", ""))  # "4 per tray"
+    per_host = min(int(told[0].split()[0]) if told else integer(row, "gpus_per_node", 8), num_devices)
     if gpu.upper().startswith(("GB200", "GB300")):  # told by trays of four: what they share is an NVLink domain of 72
         per_host = max(size for size in range(1, min(72, num_devices) + 1) if num_devices % size == 0)
     hosts = -(-num_devices // per_host)
     found = named_cluster(f"{hosts}x{per_host}x{device_name(gpu, gib)}")
+    if gpu[1:4] == "800" and found.within is not None:  # the same device with links of 400 GB/s, both ways together
+        within = found.within.bytes_per_second * 400 / {"H": 900, "A": 600}[gpu[0]]
+        found = dataclasses.replace(found, within=dataclasses.replace(found.within, bytes_per_second=within))
     watts = cap(row)
     if watts is not None and found.device.watts is not None and watts < found.device.watts:
         found = dataclasses.replace(found, device=capped(found.device, watts))
@@ -312,7 +370,7 @@ def cap(row: Row) -> float | None:
 
 def device_name(gpu: str, gib: str) -> str:
     """The catalogue's name of a device."""
-    family = re.split(r"[-_ ]", gpu)[0].upper()
+    family = re.split(r"[-_ ]", gpu)[0].upper().replace("H800", "H100").replace("A800", "A100")
     form = "PCIE" if _PCIE.search(gpu) else "SXM"
     if family == "A100":
         return f"A100-{'40' if gib == '40' else '80'}-{form}"

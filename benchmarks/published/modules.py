@@ -6,6 +6,7 @@ GPT: Radford et al. 2019. MPT: MosaicML 2023. Llama: Touvron et al., arXiv 2302.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -25,6 +26,16 @@ class Recipe(NamedTuple):
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
     batch: Callable[[int], Any]
+
+
+class Latent(NamedTuple):
+    """Ranks of the queries and of keys and values, and widths of a head: without and with positions, and of values."""
+
+    query: int
+    key: int
+    plain: int
+    rotated: int
+    value: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,13 @@ class Dimensions:
     time_first: bool = False  # [T, B, hidden] inside, as Megatron-LM has it: unfused attention then copies less
     head: Literal["tokens", "span", "masked"] = "tokens"
     predictions: int | None = None  # of masked tokens a sample; all positions where None
+    experts: int = 0  # of each mixture; 0 for a model without one
+    chosen: int = 1  # experts that compute a token
+    expert_ffn: int = 0  # width of one expert
+    shared: int = 0  # experts that compute all tokens
+    dense_first: int = 0  # blocks before the first mixture
+    every: int = 1  # of the further blocks the last of so many has a mixture
+    latent: Latent | None = None  # attention by low ranks (DeepSeek-V2, arXiv 2405.04434)
 
     @property
     def width(self) -> int:
@@ -170,6 +188,77 @@ def rotated(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
+class LatentAttention(nn.Module):
+    """Attention of DeepSeek-V2 and V3 in training: keys and values of all heads come from a narrow latent vector."""
+
+    def __init__(self, d: Dimensions, ranks: Latent) -> None:
+        super().__init__()
+        self.d, self.ranks = d, ranks
+        narrow = dataclasses.replace(d, bias=False, latent=None)
+        self.q_a, self.q_norm = nn.Linear(d.hidden, ranks.query, bias=False), Norm(_wide(narrow, ranks.query))
+        self.q_b = nn.Linear(ranks.query, d.heads * (ranks.plain + ranks.rotated), bias=False)
+        self.kv_a = nn.Linear(d.hidden, ranks.key + ranks.rotated, bias=False)
+        self.kv_norm = Norm(_wide(narrow, ranks.key))
+        self.kv_b = nn.Linear(ranks.key, d.heads * (ranks.plain + ranks.value), bias=False)
+        self.out = Linear(d.heads * ranks.value, d.hidden, narrow)
+
+    def forward(self, x: Tensor, angles: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        d, ranks = self.d, self.ranks
+        assert angles is not None, "its positions are rotations"
+        q = self.q_b(self.q_norm(self.q_a(x))).unflatten(-1, (-1, ranks.plain + ranks.rotated))
+        latent, position = self.kv_a(x).split((ranks.key, ranks.rotated), -1)
+        k, v = self.kv_b(self.kv_norm(latent)).unflatten(-1, (-1, ranks.plain + ranks.value)).split(
+            (ranks.plain, ranks.value), -1
+        )
+        angles = angles[:, : ranks.rotated]
+        turned = rotated(position[:, :, None], angles, d.fused_kernels).expand(*k.shape[:3], ranks.rotated)
+        plain, with_position = q.split((ranks.plain, ranks.rotated), -1)
+        q = torch.cat((plain, rotated(with_position, angles, d.fused_kernels)), -1)
+        q, k, v = (part.transpose(1, 2) for part in (q, torch.cat((k, turned), -1), v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=d.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def _wide(d: Dimensions, width: int) -> Dimensions:
+    return dataclasses.replace(d, hidden=width, heads=1)
+
+
+class Experts(nn.Module):
+    """Experts as grouped products, called as those of Transformers: rows of equal experts lie side by side."""
+
+    def __init__(self, d: Dimensions) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(d.experts, d.hidden, 2 * d.expert_ffn))
+        self.down = nn.Parameter(torch.zeros(d.experts, d.expert_ffn, d.hidden))
+        self.num_experts, self.fused = d.experts, d.fused_kernels
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        experts, order = index.flatten().sort(stable=True)
+        offsets = torch.histc(experts.float(), self.num_experts, 0, self.num_experts - 1).cumsum(0).int()
+        rows = F.grouped_mm(hidden[order // index.shape[1]], self.gate_up, offs=offsets)
+        gate, up = rows.chunk(2, -1)
+        inner = SwiGLU.apply(gate, up) if self.fused else F.silu(gate) * up
+        rows = F.grouped_mm(inner, self.down, offs=offsets) * weights.flatten()[order, None]
+        return torch.zeros_like(hidden).index_add(0, order // index.shape[1], rows)
+
+
+class Mixture(nn.Module):
+    """A router that chooses experts for each token, and experts that compute all tokens."""
+
+    def __init__(self, d: Dimensions) -> None:
+        super().__init__()
+        self.router = nn.Linear(d.hidden, d.experts, bias=False)
+        self.experts, self.chosen = Experts(d), d.chosen
+        whole = dataclasses.replace(d, ffn=d.shared * d.expert_ffn, experts=0)
+        self.shared = FeedForward(whole) if d.shared else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = x.flatten(0, 1)
+        weights, index = self.router(hidden).float().softmax(-1).topk(self.chosen)
+        out = self.experts(hidden, index, weights.to(x.dtype)).view_as(x)
+        return (out if self.shared is None else out + self.shared(x)[0]), None
+
+
 class FeedForward(nn.Module):
     def __init__(self, d: Dimensions) -> None:
         super().__init__()
@@ -189,11 +278,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, d: Dimensions) -> None:
+    def __init__(self, d: Dimensions, place: int = 0) -> None:
         super().__init__()
         self.d = d
-        self.norm1, self.attention = Norm(d), Attention(d)
-        self.norm2, self.mlp = Norm(d), FeedForward(d)
+        self.norm1, self.attention = Norm(d), LatentAttention(d, d.latent) if d.latent else Attention(d)
+        has_mixture = d.experts and place >= d.dense_first and (place - d.dense_first + 1) % d.every == 0
+        self.norm2, self.mlp = Norm(d), Mixture(d) if has_mixture else FeedForward(d)
 
     def forward(self, x: Tensor, angles: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         if self.d.norm_first:
@@ -219,7 +309,7 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(d.seq_len, d.hidden) if d.positions == "learned" else None
         self.types = nn.Embedding(d.token_types, d.hidden) if d.token_types else None
         self.first_norm = None if d.norm_first else Norm(d)
-        self.blocks = nn.ModuleList(Block(d) for _ in range(d.layers))
+        self.blocks = nn.ModuleList(Block(d, place) for place in range(d.layers))
         self.norm = Norm(d) if d.norm_first else None
         if d.head == "masked":
             self.dense, self.dense_norm = nn.Linear(d.hidden, d.hidden), Norm(d)
@@ -315,9 +405,9 @@ def cut_in_pairs(model: nn.Module) -> dict[str, int]:
     """{parameter: dim} as Megatron-LM cuts it: columns, then rows in attention and MLP; the vocabulary on both ends."""
     found = {}
     for name, _ in model.named_parameters():
-        if re.search(r"attention\.(qkv|q|k|v)\.\w+$|mlp\.(up|gate)\.(linear\.)?\w+$|^(embedding|head)\.\w+$", name):
+        if re.search(r"attention\.(qkv|q|k|v|q_b|kv_b)\.\w+$|mlp\.(shared\.)?(up|gate)\.(linear\.)?\w+$|^(embedding|head)\.\w+$", name):
             found[name] = 0
-        elif re.search(r"(attention\.out|mlp\.down)\.linear\.weight$", name):
+        elif re.search(r"(attention\.out|mlp\.(shared\.)?down)\.linear\.weight$", name):
             found[name] = 1
     return found
 

@@ -67,6 +67,11 @@ class Predictors:
     def _best(self, predictor: Predictor, plan: Plan, row: Row) -> tuple[Plan, str]:
         """The plan with the fastest microbatch that fits, of those that a row may mean; and what was chosen."""
         sizes = describe.microbatches(row) if self._kind == "transformers" else ()
+        if row.get("num_experts") and not row.get("recompute_kind"):  # none, or as little as lets it fit
+            modes = [plan.with_sections(memory={"recompute": mode}) for mode in ("none", "selective", "full")]
+            plan = next((one for one in modes if predictor.predict(one).fits), modes[-1])
+            if len(sizes) < 2 and plan.memory.recompute != "none":
+                return plan, f"{plan.memory.recompute} recomputation, since the row tells none and it fits so"
         if len(sizes) < 2:
             return plan, ""
         plans = [plan.with_sections(batch={"grains_per_microbatch": size}) for size in sizes]

@@ -41,6 +41,7 @@ TERMS_MEAN = {
     "recompute": "forwards computed again, to store less",
     "tensor": "exchanges of the ranks that divide a layer",
     "context": "exchanges of the ranks that divide a sequence",
+    "experts": "rows that travel to experts and back",
     "pipeline": "messages from stage to stage",
     "bubble": "a stage waits for the other stages",
     "gradients": "sums of gradients that no computing hides",

@@ -27,6 +27,7 @@ def elsewhere(answer: SearchResult, name: str, axes: Collection[str], beyond: Ca
     facts = space.facts
     facts = facts if "pipeline" in axes else replace(facts, places=())
     facts = facts if "context" in axes else replace(facts, sequence=None)
+    facts = facts if "expert" in axes else replace(facts, num_experts=())
     narrow, whole = habits.plan(space.base), habits.plan(space.base, whole=True)
     plans: list[Candidate] = []
     error: NothingFitsError | None = None

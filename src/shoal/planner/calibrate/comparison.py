@@ -19,7 +19,7 @@ from shoal.runs.run_files import RunFiles
 # separate exchanges and waits within a forward or backward from compute.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compute": (
-        ("compute", "launch", "recompute", "tensor", "context", "pipeline", "bubble", "parameters"),
+        ("compute", "launch", "recompute", "tensor", "context", "experts", "pipeline", "bubble", "parameters"),
         ("forward", "backward"),
     ),
     "communication": (("gradients",), ("exposed_communication",)),

@@ -19,7 +19,7 @@ from shoal.runs.directory import RunDirectory, read_json, write_file
 
 _SCHEMA = 2
 # Corrected terms, and the part of the clock that measures them. Exchanges in a forward or backward are in its spans.
-_EXCHANGES = ("tensor", "context", "pipeline", "parameters")
+_EXCHANGES = ("tensor", "context", "experts", "pipeline", "parameters")
 CORRECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "compute": (tuple(term for term in PARTS["compute"][0] if term not in _EXCHANGES), "compute"),
     "exchanges": (_EXCHANGES, "compute"),

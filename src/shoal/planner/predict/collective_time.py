@@ -175,6 +175,22 @@ class Network:
             seconds += num_bytes * ((n - group.per_host) / n) / rate
         return seconds
 
+    def deduplicated(self, num_bytes: float, chosen: int, group: RankGroup) -> float:
+        """Return the seconds in which each token of `num_bytes` in all reaches `chosen` ranks that differ by chance.
+
+        A token crosses the network once for each other host that needs it, and reaches the ranks there over the host's
+        links. The two parts overlap.
+        """
+        within, between, n = self.cluster.within, self.cluster.between, group.size
+        seconds, hosts = [0.0], group.hosts
+        ranks_reached = n * (1 - (1 - 1 / n) ** chosen)
+        if group.per_host > 1 and within is not None:
+            seconds.append(num_bytes * ranks_reached * (group.per_host - 1) / group.per_host / within.bytes_per_second)
+        if hosts > 1 and between is not None:
+            hosts_reached = (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
+            seconds.append(num_bytes * hosts_reached * group.per_host / between.bytes_per_second)
+        return self.link(group).call_seconds + max(seconds)
+
 
 @lru_cache(maxsize=65536)
 def _group(size: int, stride: int, on_host: int) -> RankGroup:
@@ -195,10 +211,14 @@ class Accounts:
         self._units: dict[tuple[ModelPart, int], tuple[tuple[tuple[Array, ...], ...], int]] = {}
 
     def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
-        """Return the largest rank's part of each weight of a body, on a tensor axis of this degree."""
+        """Return the largest rank's part of each weight of a body, on a tensor axis of this degree.
+
+        Experts that an expert axis divides are not among them: replicas do not have the same ones.
+        """
         key = body, tensor
         if key not in self._of_bodies:
-            arrays = (Array(w.shape_of(tensor), w.itemsize, trainable=w.trainable) for w in body.weights)
+            own = (w for w in body.weights if not w.apart)
+            arrays = (Array(w.shape_of(tensor), w.itemsize, trainable=w.trainable) for w in own)
             self._of_bodies[key] = tuple(arrays)
         return self._of_bodies[key]
 
@@ -226,7 +246,7 @@ class Accounts:
             rest = self._rests[others]  # prices are cached by the identity of this tuple
             # The trained elements after the last block. The backward produces their gradients first.
             last = max((place for place, (repeated, _) in enumerate(arrays) if repeated), default=-1)
-            after = (weight for unit in part.units[last + 1 :] for weight in unit.body.weights if weight.trainable)
+            after = (w for unit in part.units[last + 1 :] for w in unit.body.weights if w.trainable and not w.apart)
             self._units[key] = (*blocks, rest), sum(weight.numel_of(tensor) for weight in after)
         units, root_early = self._units[key]
         return Sharding(

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.experts import travel_seconds
 from shoal.planner.predict.workload import ITEMSIZE, Counts, Program, Share
 from shoal.planner.profile.values import ALIGNED, NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
@@ -464,11 +465,12 @@ class Pass(NamedTuple):
     context: float = 0.0
     host: float = 0.0
     host_again: float = 0.0
+    experts: float = 0.0
 
     @property
     def device_seconds(self) -> float:
         """Seconds of the pass on the device, where exchanges and work do not overlap."""
-        return self.work + self.again + self.tensor + self.context
+        return self.work + self.again + self.tensor + self.context + self.experts
 
     @property
     def seconds(self) -> float:
@@ -548,10 +550,12 @@ class StageCosts:
             work = self._work[id(body), share] = self._work_of(body, share)
         backward, weights = work.backward_input, work.adding if adds else work.backward_weight
         if body.repeated and recompute != "none":
-            again, tensor, context = work.again[recompute], backward.tensor, backward.context
+            again, tensor, context, experts = work.again[recompute], backward.tensor, backward.context, backward.experts
             if again.device and recompute == "full":
                 tensor, context = tensor + work.forward.tensor, context * 2
-            backward = Pass(backward.work, again.device, tensor, context, backward.host, again.host)
+            if recompute == "full" or self._program.selective == "products":  # rows are no results of products
+                experts += work.forward.experts
+            backward = Pass(backward.work, again.device, tensor, context, backward.host, again.host, experts)
         passes = self._bodies[key] = Passes(work.forward, backward, weights)
         return passes
 
@@ -579,13 +583,28 @@ class StageCosts:
                     for amount in (operation.read_bytes, operation.written_bytes):
                         context += network.seconds("all_to_all", amount.at(samples) / share.tensor, group)
 
+        # Rows travel to the experts and back, forward and backward.
+        of_experts = sum(
+            2 * travel_seconds(network, program.dispatch, dispatch, samples, share.tensor)
+            for dispatch in body.dispatches
+        )
+        if of_experts and share.tensor > 1:  # the ranks with equal tokens gather the results
+            group = network.group(share.tensor, 1)
+            whole_bytes = sum(one.num_bytes.at(samples) / one.chosen for one in body.dispatches)
+            of_experts += network.seconds("all_gather", whole_bytes, group) * (not share.sequence)
+            if program.expert_tensor > 1:  # each of them computes a part of an expert, for the rows of all
+                rows = sum(one.num_bytes.at(samples) for one in body.dispatches)
+                of_experts += sum(network.seconds(kind, rows, group) for kind in ("all_gather", "reduce_scatter"))
+
         def exposed(seconds: float, degree: int) -> float:
             if not program.overlaps_exchanges:
                 return seconds
             return seconds / degree + program.contention * seconds * (1 - 1 / degree)
 
         def whole(cost: Cost, phase: Phase, of_context: float = 0.0) -> Pass:
-            return Pass(cost.device, 0.0, exposed(tensor[phase], share.tensor), of_context, cost.host)
+            travelling = 0.0 if phase is Phase.BACKWARD_WEIGHT else of_experts
+            exchanged = exposed(tensor[phase], share.tensor)
+            return Pass(cost.device, 0.0, exchanged, of_context, cost.host, experts=travelling)
 
         # Gradient accumulation: both gradients are read and the sum is written.
         trained = [w for w in body.weights if w.trainable]

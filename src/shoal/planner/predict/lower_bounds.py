@@ -17,6 +17,7 @@ from shoal.hardware.values import Cluster, Curve, Device
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.compute_time import K_FILL, WINOGRAD, DeviceModel, Passes, divided
+from shoal.planner.predict.experts import ALL_TO_ALL
 from shoal.planner.predict.pipeline import CutModel, PipelineShape, Ranks
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import ITEMSIZE, Prediction, Program, Share, Workload
@@ -75,6 +76,10 @@ class Floors:
             crossing = sum(o.read_bytes.per_sample + o.written_bytes.per_sample for o in attentions) / share.tensor
             group = network.group(share.context, share.tensor)
             seconds += 2 * crossing * network.least_per_byte("all_to_all", group)  # forward and backward
+        if self.program.dispatch == ALL_TO_ALL:  # to the experts and back, forward and backward
+            for dispatch in body.dispatches:
+                sent = 4 * dispatch.num_bytes.per_sample / share.tensor
+                seconds += sent * network.least_per_byte("all_to_all", network.group(dispatch.degree, 1))
         return work + seconds / share.context
 
 
@@ -346,10 +351,22 @@ class Costs:
         self._floors = Floors(computer, predictor.network, predictor.program, predictor.staging.parts)
         self._shared: tuple[Ranks, dict[str, float]] | None = None
         self._turns: dict[tuple[CutModel, int, bool], Turn] = {}
+        self._by_degree: dict[int, Costs] = {}
+
+    def with_experts(self, degree: int) -> Costs:
+        """Return the costs of plans in which `degree` ranks divide the experts of each mixture."""
+        predictor = self._predictor.with_experts(degree)
+        if predictor is self._predictor:
+            return self
+        if degree not in self._by_degree:
+            self._by_degree[degree] = other = Costs(predictor, self._device, self._correction)
+            other.memory_bytes = self.memory_bytes
+        return self._by_degree[degree]
 
     def with_more_memory(self, num_bytes: int) -> Costs:
         """Return the costs of the device with more memory."""
         other, device = copy(self), self._device
+        other._by_degree = {}
         larger = replace(device, memory_bytes=device.memory_bytes + num_bytes)
         other.memory_bytes = self._predictor.cluster.usable_bytes(larger)
         return other
@@ -412,7 +429,8 @@ class Costs:
         # fast as its parts.
         program, network, (forward, backward) = predictor.program, predictor.network, busiest.unit_seconds
         kind = "reduce_scatter" if program.scatter_gradients else "all_reduce"
-        num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
+        alike = max(rank.size.trainable - rank.size.apart for rank in ranks.fullest)
+        num_bytes = alike * ITEMSIZE[plan.precision.reduce]
         least = max(0.0, network.seconds(kind, num_bytes, network.axis(layout, REPLICAS)) - backward)
         # Every microbatch gathers. Gradients are scattered at least once, after the last one.
         times = 1 if program.gathers_apart else ranks.microbatches

@@ -58,6 +58,9 @@ class StageSize:
     parameter_bytes: float
     saved: float  # between the forward and the backward of a microbatch
     transient: float  # in addition to `saved`, at the peak of the backward
+    apart: float = 0.0  # the trained part of `numel` in experts that an expert axis divides
+    apart_bytes: float = 0.0  # the part of `parameter_bytes` in these experts
+    num_apart: int = 0  # units with such experts
 
     @property
     def touched(self) -> float:
@@ -100,7 +103,7 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._bodies: dict[tuple[int, Share, str], tuple[float, float]] = {}
-        self._weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
+        self._weights: dict[tuple[Body, int], tuple[int, int, int, int, int]] = {}
         self._parts: dict[tuple[int, int, bool], OperationBytes] = {}
         self._whole: dict[tuple[int, Share], tuple[float, float]] = {}
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
@@ -109,21 +112,28 @@ class Sizes:
         """Return the size of a rank's units."""
         key = counts, share, recompute
         if key not in self._stages:
-            numel = trainable = num_bytes = saved = transient = 0.0
+            numel = trainable = num_bytes = saved = transient = apart = apart_bytes = 0.0
             for body, count in counts:
                 if (body, share.tensor) not in self._weights:  # elements, trained elements and bytes on a tensor rank
                     sizes = [(w, w.numel_of(share.tensor)) for w in body.weights]
                     trained = sum(n for w, n in sizes if w.trainable)
                     totals = sum(n for _, n in sizes), trained, sum(n * w.itemsize for w, n in sizes)
-                    self._weights[body, share.tensor] = totals
-                own, trained, own_bytes = self._weights[body, share.tensor]
+                    divided = [(w, n) for w, n in sizes if w.apart]
+                    of_experts = sum(n for w, n in divided if w.trainable), sum(n * w.itemsize for w, n in divided)
+                    self._weights[body, share.tensor] = *totals, *of_experts
+                own, trained, own_bytes, of_experts_here, expert_bytes = self._weights[body, share.tensor]
+                apart += count * of_experts_here
+                apart_bytes += count * expert_bytes
                 numel += count * own
                 trainable += count * trained
                 num_bytes += count * own_bytes
                 of_body, beside = self.body(body, share, recompute)
                 saved += count * of_body
                 transient = max(transient, beside)
-            self._stages[key] = StageSize(numel, trainable, num_bytes, saved, transient)
+            self._stages[key] = StageSize(
+                *(numel, trainable, num_bytes, saved, transient, apart, apart_bytes),
+                num_apart=sum(count for body, count in counts if body.dispatches) if apart else 0,
+            )
         return self._stages[key]
 
     def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
@@ -188,7 +198,7 @@ class Sizes:
     def _saved(self, body: Body, operation: Operation, share: Share) -> OperationPart:
         """Return the bytes that autograd saves for an operation. A cast layer may save the cast input."""
         program, cut, by = self._program, operation.cut, 1
-        if cut in (TensorCut.K, TensorCut.ALL, TensorCut.BATCH):
+        if cut in (TensorCut.K, TensorCut.ALL, TensorCut.BATCH, TensorCut.M):
             by = share.tensor
         elif share.sequence and (cut is TensorCut.SEQUENCE or (cut is TensorCut.N and not program.keeps_gathered)):
             by = share.tensor  # a column-parallel layer saves the whole input, unless it gathers the input again
@@ -230,12 +240,13 @@ class BusiestRank:
 
     def spent(self, microbatches: int) -> dict[str, float]:
         """Return the seconds by step term of the passes of this many microbatches."""
-        terms = dict.fromkeys(("compute", "recompute", "tensor", "context"), 0.0)
+        terms = dict.fromkeys(("compute", "recompute", "tensor", "context", "experts"), 0.0)
         for way in (self._whole.forward, self._whole.backward):
             terms["compute"] += way.work * microbatches
             terms["recompute"] += way.again * microbatches
             terms["tensor"] += way.tensor * microbatches
             terms["context"] += way.context * microbatches
+            terms["experts"] += way.experts * microbatches
         return {**terms, "launch": max(0.0, self.seconds * microbatches - sum(terms.values()))}
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.collective_time import Accounts, Network, ShardExchanges, price
 from shoal.planner.predict.compute_time import WINOGRAD, DeviceModel
+from shoal.planner.predict.experts import divided_profile
 from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, StageSize, Staging, makespan
 from shoal.planner.predict.workload import (
     CATEGORIES,
@@ -47,7 +48,7 @@ from shoal.plans.accounting.collectives import (
     waiting_gradients,
 )
 from shoal.plans.accounting.model_parallel import Partial, completed
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Layout, Plan
 
 _UPDATE = "update"  # key of the optimizer's rate in `Device.operators`
 # Compression schemes that only cast; the compute of other schemes is unknown. `_CAST_BYTES`: bytes moved on a CPU per
@@ -79,6 +80,27 @@ class Unrounded:
         return self._known[degree]
 
 
+class ExpertBytes(NamedTuple):
+    """Bytes of a rank's experts by category, if an expert axis divides them."""
+
+    parameters: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+
+def expert_copies(layout: Layout, program: Program) -> int:
+    """Return the number of ranks of a stage with the same experts."""
+    return max(1, layout.stage_ranks // (layout.expert * program.expert_tensor))
+
+
+def expert_owners(plan: Plan, program: Program) -> int:
+    """Return the number of ranks that divide the states of the same experts."""
+    layout = plan.layout
+    sharded = layout.shard * layout.context * layout.tensor // (layout.expert * program.expert_tensor)
+    return max(1, sharded) if program.shards_experts and layout.shard > 1 else 1
+
+
 class States:
     """Bytes of parameters, gradients and optimizer state of a rank, by the formulas that a run is compared with."""
 
@@ -96,6 +118,7 @@ class States:
         self, plan: Plan, part: ModelPart, size: StageSize, microbatches: int, *, on_cpu: bool
     ) -> dict[str, float]:
         """Return the bytes by category of a rank with these units."""
+        of_experts = self._of_experts(plan, size)
         if plan.shards_model:
             sharding = self._accounts.sharding(plan, plan.layout, part, microbatches)
 
@@ -103,14 +126,15 @@ class States:
                 return sum(cut(array, 0, sharding.degree).numel for array in unit if array.trainable)
 
             return {
-                "parameters": sharded_parameters(sharding),
-                "gathered": gathered_parameters(sharding),
-                "gradients": scattered_gradients(sharding),
-                "optimizer": self._per_element * sum(sharding.each(updated)),
+                "parameters": sharded_parameters(sharding) + of_experts.parameters,
+                "gathered": gathered_parameters(sharding) + of_experts.gathered,
+                "gradients": scattered_gradients(sharding) + of_experts.gradients,
+                "optimizer": self._per_element * sum(sharding.each(updated)) + of_experts.optimizer,
             }
         sizes = () if plan.shares_memory else plan.shard.sizes
         owners, gradients = plan.num_owners, self._accounts.gradients(plan, part, on_cpu=on_cpu)
-        sums, trained = size.trainable * self._per_gradient(plan), size.trainable / owners
+        alike = size.trainable - size.apart  # the elements that replicas have too
+        sums, trained = alike * self._per_gradient(plan), alike / owners
         if self._program.own_buckets:
             if plan.collectives.compression != "none" and plan.layout.world_size > 1:
                 sums = compression_buffers(gradients, plan)
@@ -122,11 +146,30 @@ class States:
                 self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
             trained = self._owned[key]
         return {
-            "parameters": size.parameter_bytes / _num_sharing(plan),
+            "parameters": (size.parameter_bytes - size.apart_bytes) / _num_sharing(plan) + of_experts.parameters,
             "gathered": 0.0,
-            "gradients": sums,
-            "optimizer": self._per_element * trained,
+            "gradients": sums + of_experts.gradients,
+            "optimizer": self._per_element * trained + of_experts.optimizer,
         }
+
+    def _of_experts(self, plan: Plan, size: StageSize) -> ExpertBytes:
+        """Return the bytes of the experts that an expert axis divides.
+
+        Each rank keeps its experts with their states, unless the program divides them over the ranks with the same
+        ones. Of experts with divided parameters two blocks are gathered at once; here all blocks of a rank count alike.
+        """
+        if not size.apart:
+            return ExpertBytes()
+        sharing = expert_owners(plan, self._program)
+        parameters, gradients = size.apart_bytes, size.apart * self._per_gradient(plan)
+        if not plan.shards_model:
+            return ExpertBytes(parameters, 0.0, gradients, self._per_element * size.apart / sharing)
+        gathered = 0.0
+        if sharing > 1:
+            numel = size.apart_bytes / size.parameter_bytes * size.numel
+            gathered = 2 * numel / max(1, size.num_apart) * ITEMSIZE[plan.precision.parameters]
+        parts = (parameters / sharing, gathered, gradients / sharing, self._per_element * size.apart / sharing)
+        return ExpertBytes(*parts)
 
     def least(self, plan: Plan, ranks: Sequence[Rank], microbatches: int) -> list[float]:
         """Return lower bounds of the bytes of these ranks, for any rounding of rows and any owners of states.
@@ -137,7 +180,10 @@ class States:
         if not plan.shards_model:
             per_gradient, copies, owners = self._per_gradient(plan), _num_sharing(plan), plan.num_owners
             return [
-                s.parameter_bytes / copies + s.trainable * per_gradient + per_element * (s.trainable / owners)
+                (s.parameter_bytes - s.apart_bytes) / copies
+                + (s.trainable - s.apart) * per_gradient
+                + per_element * ((s.trainable - s.apart) / owners)
+                + sum(self._of_experts(plan, s))
                 for s in (rank.size for rank in ranks)
             ]
         bounds, level, reduce = [], plan.shard.level, plan.shard.reduce
@@ -149,21 +195,24 @@ class States:
                 own = gathered_parameters(sharding), sharding.scattered_bytes, waiting_gradients(sharding)
                 self._unrounded[key] = Unrounded(*own, microbatches > 1 and sharding.reduce_every)
             units = self._unrounded[key].on(shard)
-            bounds.append(size.parameter_bytes / shard + units + per_element * (size.trainable / shard))
+            alike_bytes, alike = size.parameter_bytes - size.apart_bytes, size.trainable - size.apart
+            of_experts = sum(self._of_experts(plan, size))
+            bounds.append(alike_bytes / shard + units + per_element * (alike / shard) + of_experts)
         return bounds
 
     def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
         """Return lower bounds of the bytes that `least` counts per block, and once per rank with blocks."""
-        shard, precision = plan.layout.shard, plan.precision
+        shard, precision, of_experts = plan.layout.shard, plan.precision, self._of_experts(plan, size)
+        apart = of_experts.parameters + of_experts.gradients + of_experts.optimizer
+        alike_bytes, alike = size.parameter_bytes - size.apart_bytes, size.trainable - size.apart
         if not plan.shards_model:
-            state = self._per_element * size.trainable / plan.num_owners
-            parameters = size.parameter_bytes / _num_sharing(plan)
-            return parameters + state + size.trainable * self._per_gradient(plan), 0.0
-        state = self._per_element * size.trainable / shard
-        gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
+            state, parameters = self._per_element * alike / plan.num_owners, alike_bytes / _num_sharing(plan)
+            return parameters + state + alike * self._per_gradient(plan) + apart, 0.0
+        state = self._per_element * alike / shard
+        gathered, flat = (size.numel - size.apart) * ITEMSIZE[precision.parameters], alike * ITEMSIZE[precision.reduce]
         stays = gathered if plan.shard.level == "gradients" else 0.0
         # A block's gradients are whole until they are scattered, and two gathered blocks are in memory at once.
-        own = size.parameter_bytes / shard + state + max(0.0, flat / shard - 1)
+        own = alike_bytes / shard + state + max(0.0, flat / shard - 1) + apart
         return own + stays, 2 * gathered - stays + flat
 
 
@@ -235,13 +284,17 @@ class Exchanged:
         if layout.world_size == 1:
             return 0.0
         shards_model = plan.shards_model
-        is_divided = shards_model or layout.tensor * layout.pipeline * layout.context > 1
+        is_divided = shards_model or layout.tensor * layout.pipeline * layout.context * layout.expert > 1
         apart = is_divided or plan.precision.reduce != "float32"
         num_used = self._num_tensors if shards_model else 0
         agreed = self.agreed(layout.world_size, is_divided, apart=apart, num_used=num_used)
         slowest = 0.0
         for rank in ranks:
             seconds = agreed + self._completed(plan, rank.part)
+            if rank.size.apart:
+                total = self._expert_sums(plan, rank.size.apart)
+                shown = hidden(total, 0.0, behind) if program.overlap and computer.device.kind != "cpu" else total
+                seconds += shown + program.contention * (total - shown)
             if shards_model or layout.data * layout.shard == 1:
                 pass
             elif computer.device.kind == "cpu":
@@ -256,6 +309,17 @@ class Exchanged:
                     seconds = seconds + shown + starts + program.contention * (sums.total - shown)
             slowest = max(slowest, seconds)
         return slowest
+
+    def _expert_sums(self, plan: Plan, numel: float) -> float:
+        """Return the seconds in which the ranks with the same experts sum `numel` gradients, bucket by bucket."""
+        layout, program = plan.layout, self.program
+        group = self.network.group(expert_copies(layout, program), layout.expert * program.expert_tensor)
+        if program.shards_experts and plan.shards_model:
+            return 0.0  # scattered with the block, see `parameters`
+        num_bytes = numel * ITEMSIZE[plan.precision.reduce]
+        count = max(1, int(num_bytes // NCCL_BUCKET_BYTES))
+        kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
+        return count * self.network.seconds(kind, num_bytes / count, group)
 
     def _sums(self, plan: Plan, part: ModelPart) -> GradientSums:
         """Return the seconds of the gradient buckets of a rank on a GPU, which are summed one by one."""
@@ -341,7 +405,8 @@ class Exchanged:
         if key not in self._known:
             partial = []
             if layout.context > 1:
-                blocks = [w for unit in part.units if unit.body.repeated for w in unit.body.weights if w.trainable]
+                of_blocks = (w for unit in part.units if unit.body.repeated for w in unit.body.weights)
+                blocks = [w for w in of_blocks if w.trainable and not w.apart]
                 partial.append(("context", self._num_in_blocks, blocks))
             if layout.pipeline > 1 and self.profile.tied:
                 partial.append(("pipeline", len(self._tied), self._tied))
@@ -399,6 +464,14 @@ class Exchanged:
             quiet = gathered(backwards, again, nothing, slowed) - sum(backwards) if late else 0.0
             self._known[key] = once, back, quiet
         once, back, quiet = self._known[key]
+        if busiest.size.apart and (owners := expert_owners(plan, self.program)) > 1:
+            group = self.network.group(owners, plan.layout.expert * self.program.expert_tensor)
+            of_each = busiest.size.apart / busiest.size.num_apart
+            gather = self.network.seconds("all_gather", of_each * ITEMSIZE[plan.precision.parameters], group)
+            scatter = self.network.seconds("reduce_scatter", of_each * ITEMSIZE[plan.precision.reduce], group)
+            forward, backward = busiest.unit_seconds
+            once += max(0.0, busiest.size.num_apart * gather - max(0.0, forward - once))
+            back += max(0.0, busiest.size.num_apart * (gather + scatter) - max(0.0, backward - back))
         total: float = (once + back) * microbatches
         if microbatches > 1 and late:
             total = once * microbatches + back + quiet * (microbatches - 1)
@@ -443,7 +516,7 @@ class Exchanged:
         sharing = self.network.group(cut, layout.context)  # the ranks with parts of a parameter that one of them owns
         of_ranks = []
         for size in (rank.size for rank in ranks):  # memory traffic and launches of clipping and update
-            elements = size.trainable / owners
+            elements = (size.trainable - size.apart) / owners + size.apart / expert_owners(plan, program)
             width = size.parameter_bytes / size.numel if size.numel else 4.0
             per_element = width * passes
             if program.fused_optimizer:
@@ -475,12 +548,17 @@ class Exchanged:
         layout, part, algorithm = plan.layout, rank.part, plan.collectives.all_reduce
         group = self.network.axis(layout, "shard")
         if not self.program.own_buckets:
-            return self.network.seconds("all_gather", rank.size.parameter_bytes, group)
+            seconds = self.network.seconds("all_gather", rank.size.parameter_bytes - rank.size.apart_bytes, group)
+            if (owners := expert_owners(plan, self.program)) > 1:
+                sharing = self.network.group(owners, layout.expert * self.program.expert_tensor)
+                seconds += self.network.seconds("all_gather", rank.size.apart_bytes, sharing)
+            return seconds
         if bound:
-            network, num_owners = self.network.serving(algorithm, group), min(layout.shard, part.num_tensors)
+            network, num_owners = self.network.serving(algorithm, group), min(layout.shard, part.num_shared)
             link = network.link(group)
             start = link.call_seconds + (group.size - 1) * link.latency_seconds
-            all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
+            alike_bytes = rank.size.parameter_bytes - rank.size.apart_bytes
+            all_bytes = alike_bytes if rank.size.trainable == rank.size.numel else 0.0
             at_once = network.seconds("broadcast", all_bytes, group)
             return agreed + max(0, num_owners - 1) * start + at_once
         key = "broadcast", part, layout.tensor, group, layout.world_size, algorithm, plan.shard.sizes
@@ -488,7 +566,7 @@ class Exchanged:
             gradients = self.accounts.gradients(plan, part, on_cpu=False)
             sent = (one for one in sharded_optimizer(gradients, plan.layout, plan.shard.sizes) if one.group == "shard")
             self._known[key] = price(self.network, layout, sent, algorithm)
-        seconds: float = self._known[key]
+        seconds = self._known[key]
         return agreed + seconds
 
 
@@ -518,9 +596,23 @@ class Predictor:
         self._references: dict[str, str] = {}  # by the dtype of compute
         self._overheads: dict[tuple[int, str], Overheads] = {}
         self._makespans: dict[tuple[object, PipelineShape, float], float] = {}
+        self._by_degree: dict[int, Predictor] = {}
+
+    def with_experts(self, degree: int) -> Predictor:
+        """Return the model of the ranks if `degree` ranks divide the experts of each mixture."""
+        if degree == 1 or not self.work.profile.has_experts:
+            return self
+        if degree not in self._by_degree:
+            own = divided_profile(self.work.profile, degree, self.work.imbalance, self.program.expert_tensor)
+            self._by_degree[degree] = Predictor(replace(self.work, profile=own), self.cluster, self.program)
+            self._by_degree[degree]._by_degree = {degree: self._by_degree[degree]}
+            self._by_degree[degree]._flops = self._flops
+        return self._by_degree[degree]
 
     def predict(self, plan: Plan, grains: int | None = None) -> Prediction:
         """Predict a step of the plan. `grains`: of a replica; None for those of the replica with most."""
+        if (of_degree := self.with_experts(plan.layout.expert)) is not self:
+            return of_degree.predict(plan, grains)
         ranks, simulated = self.staging.ranks(plan, grains), 0.0
         if plan.layout.pipeline > 1:
             message = self.message(plan, ranks)

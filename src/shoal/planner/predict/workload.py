@@ -23,7 +23,7 @@ from shoal.plans.plan import Layout
 ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 # Parts of a step's seconds. Their sum is the step.
 TERMS = (
-    *("compute", "launch", "recompute", "tensor", "context", "pipeline", "bubble"),
+    *("compute", "launch", "recompute", "tensor", "context", "experts", "pipeline", "bubble"),
     *("gradients", "parameters", "optimizer", "data", "host"),
 )
 LARGE_PARAMETER = 100_000  # elements; smaller ones stay whole (DeepSpeed's stage3_param_persistence_threshold)
@@ -41,6 +41,7 @@ class Workload:
     `sample_seconds`: seconds to fetch a sample.
     `places`: modules before which the model can be cut into stages. None if unknown; cuts then fall between any units.
     `output_bytes`: bytes of a sample's outputs that a loss over the global batch gathers.
+    `imbalance`: rows of the busiest rank over the mean of the ranks that divide experts. 1 is balanced routing.
     """
 
     profile: Profile
@@ -49,6 +50,7 @@ class Workload:
     sample_seconds: float = 0.0
     places: tuple[str, ...] | None = None
     output_bytes: float = 0.0
+    imbalance: float = 1.0
     grain_size: int = field(init=False)  # samples per grain; the last grain may have fewer
 
     def __post_init__(self) -> None:
@@ -81,6 +83,9 @@ class Program:
     cut: str = "balanced"  # or "equal" blocks, or `thresholds`
     scatter_messages: bool = False  # each tensor rank sends a part of an activation to the next stage
     shards_context: bool = False  # ZeRO divides states over context ranks too
+    dispatch: str = "all_to_all"  # how rows travel to experts, see `experts.py`
+    shards_experts: bool = False  # ZeRO divides experts over the ranks with the same ones; else each keeps its experts
+    expert_tensor: int = 1  # tensor ranks that divide each expert
     divides_ends: bool = False  # context and sequence parallelism also divide units outside of the blocks
     keeps_gathered: bool = (
         True  # sequence parallelism: column-parallel layers save their gathered input; else they gather again
@@ -354,6 +359,11 @@ class ModelPart:
     def num_tensors(self) -> int:
         """Number of trained parameters."""
         return sum(weight.trainable for unit in self.units for weight in unit.body.weights)
+
+    @cached_property
+    def num_shared(self) -> int:
+        """Number of trained parameters that all replicas have: without experts that an expert axis divides."""
+        return sum(weight.trainable and not weight.apart for unit in self.units for weight in unit.body.weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from torch import nn
 
 from shoal.parallel.blocks.recompute import KEPT_NAMES
+from shoal.parallel.experts.blocks import ExpertBlock
 from shoal.planner.profile.operators import PRODUCTS, KernelCost, OptimizerCost, costs
 from shoal.planner.profile.trace import OperatorEvent, OperatorTrace, StorageRef
 from shoal.planner.profile.values import (
     Amount,
     Body,
+    Dispatch,
     Exchange,
     Operation,
     OperationKind,
@@ -66,8 +68,9 @@ def assembled(
     *,
     sample_bytes: int,
     notes: Sequence[str] = (),
+    experts: Sequence[ExpertBlock] = (),
 ) -> Profile:
-    """Build the profile from traces of one model at different numbers of samples."""
+    """Build the profile from traces of one model at different numbers of samples. `experts`: its mixtures."""
     fit, first = Fit([trace.samples for trace in traces]), traces[0]
     of_weights = [weight_events(trace) for trace in traces]
     divided = [divide(trace, division, places) for trace, places in zip(traces, of_weights, strict=True)]
@@ -79,7 +82,17 @@ def assembled(
         for same in alike:
             cuts = divided[0].cuts.get(same[0].place, ())
             cut = cuts[min(same[0].number, len(cuts) - 1)] if cuts else TensorCut.NONE
-            operations.setdefault(region, []).append(operation(fit, same, cut, first.regions[region].block))
+            built = operation(fit, same, cut, first.regions[region].block)
+            module = same[0].event.module
+            if any(module == of.name or module.startswith(f"{of.name}.") for of in experts):
+                built = replace(built, of_experts=True)
+            operations.setdefault(region, []).append(built)
+    dispatches: dict[int, list[Dispatch]] = {}
+    for of in experts:
+        rows = [sent for trace in traces if (sent := rows_sent(trace, of)) is not None]
+        if len(rows) == len(traces):
+            amount = fit("rows of experts", *(one.num_bytes for one in rows))
+            dispatches.setdefault(rows[0].region, []).append(Dispatch(amount, of.count, rows[0].chosen))
     exchanges: dict[int, list[Exchange]] = {}
     for sent in zip(*(d.sent for d in divided), strict=True):
         amount = fit("an exchange", *(s.num_bytes for s in sent))
@@ -100,6 +113,7 @@ def assembled(
             place = f"after {before}" if after is None else f"between {before} and {after}"
         names[number] = blocks[number] or place
     weights: dict[int, list[Weight]] = {number: [] for number in numbers}
+    stacked = {name for of in experts for name in of.parameters}
     for name, parameter in model.named_parameters():
         if name in first.used:
             home = homes[first.used[name]]
@@ -107,7 +121,8 @@ def assembled(
             within = (number for number in numbers if blocks[number] and name.startswith(f"{blocks[number]}."))
             home = next(within, max(numbers))
         dim = division.dims.get(name)
-        weights[home].append(Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, dim))
+        own = tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, dim, name in stacked
+        weights[home].append(Weight(name, *own))
     users: dict[str, set[int]] = {}
     for event in first.forward:
         for ref in event.inputs:
@@ -130,6 +145,7 @@ def assembled(
             incoming,
             outgoing,
             block is not None,
+            tuple(dispatches.get(source, ())),
         )
         units.append(Unit(names[number], known.setdefault(key, Body(*key))))
         incoming = outgoing
@@ -286,6 +302,36 @@ def crossings(trace: OperatorTrace) -> dict[int, float]:
         region: float(sum(size.get(key, 0) for key, start in origin.items() if start <= region < last.get(key, -1)))
         for region in range(len(trace.regions))
     }
+
+
+class RowsSent(NamedTuple):
+    """Rows of a mixture of experts in one trace: their bytes, their region, and the experts that compute a token."""
+
+    num_bytes: float
+    region: int
+    chosen: int
+
+
+def rows_sent(trace: OperatorTrace, experts: ExpertBlock) -> RowsSent | None:
+    """Return the rows that the first product of each expert reads in the forward; None if the experts are not traced.
+
+    Of a ModuleList each expert has its own first product.
+    """
+    inside = (e for e in trace.forward if e.module == experts.name or e.module.startswith(f"{experts.name}."))
+    products = [e for e in inside if e.name in PRODUCTS or e.name == "aten._grouped_mm"]
+    if not products:
+        return None
+    if experts.listed:
+        firsts: dict[str, OperatorEvent] = {}
+        for event in products:
+            firsts.setdefault(event.module.removeprefix(f"{experts.name}.").partition(".")[0], event)
+        products = list(firsts.values())
+    else:
+        products = products[:1]
+    region, home = products[0].region, experts.name.rpartition(".")[0]
+    num_bytes = float(sum(event.inputs[PRODUCTS.get(event.name, (0,))[0]].num_bytes for event in products))
+    choices = [e for e in trace.forward if e.region == region and e.name == "aten.topk" and e.module.startswith(home)]
+    return RowsSent(num_bytes, region, choices[-1].outputs[0].shape[-1] if choices else 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- fits

@@ -17,6 +17,7 @@ from shoal.jobs.job import Job
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import is_strided, replace_leaves, tensors_in
 from shoal.numerics.outputs import microbatch_loss
+from shoal.parallel.experts.blocks import expert_blocks
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
@@ -158,7 +159,15 @@ def profile(
         notes = (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
     few, more = (sum(t.nbytes for t in tensors_in(batch(n))) for n in (2, 4))
     read = ["computed with numbers, because the model looks at them"] if tracer.values == "all" else []
-    result = assembled(tracer.model, traces, division, cost, sample_bytes=round((more - few) / 2), notes=read)
+    result = assembled(
+        tracer.model,
+        traces,
+        division,
+        cost,
+        sample_bytes=round((more - few) / 2),
+        notes=read,
+        experts=expert_blocks(tracer.model),
+    )
     tables = (
         f"{name}: predicted with a dense gradient of {num_bytes / 1e6:,.0f} MB; on data ranks it is sparse, and its "
         "memory and traffic grow with the rows that a step touches"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 ALIGNED = 8  # 16-bit elements in 16 bytes, the alignment that tensor cores need for each row of a matrix
 
@@ -90,6 +91,7 @@ class Operation:
     winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels need 2.25 times fewer products
     rows: tuple[str, ...] = ()  # for matmuls: the sizes ("m", "n", "k") along which rows of its matrices lie
     reread_bytes: Amount = NOTHING  # for softmaxes: operands that a GPU reads once more, since its blocks keep no row
+    of_experts: bool = False  # works on rows of experts, which an expert axis exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,19 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter, listed once even if shared: its shape, and the dim that tensor parallelism cuts, if any."""
+    """A parameter, listed once even if shared: its shape, and the dim that tensor parallelism cuts, if any.
+
+    `of_experts`: the parameter is of experts. `apart`: an expert axis divides it, so `shape` is a rank's part, and only
+    the ranks with the same experts sum its gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int = 4
     trainable: bool = True
     tensor_dim: int | None = None
+    of_experts: bool = False
+    apart: bool = False
 
     @property
     def numel(self) -> int:
@@ -131,6 +139,19 @@ class Weight:
     def shape_of(self, tensor: int) -> tuple[int, ...]:
         """Return the shape of the largest of `tensor` parts."""
         return tuple(-(-size // tensor) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape))
+
+
+class Dispatch(NamedTuple):
+    """Exchange of a mixture of experts: the rows that a rank sends to experts, as often as experts compute a token.
+
+    `num_bytes`: bytes of these rows, one way. `experts`: number of experts. `chosen`: number of experts that compute a
+    token. `degree`: ranks that divide the experts.
+    """
+
+    num_bytes: Amount
+    experts: int
+    chosen: int
+    degree: int = 1
 
 
 @dataclass(frozen=True)
@@ -155,6 +176,7 @@ class Body:
     input_bytes: Amount = NOTHING
     output_bytes: Amount = NOTHING
     repeated: bool = False  # a block: the unit of recomputation and of fully_shard
+    dispatches: tuple[Dispatch, ...] = ()  # of the mixtures of experts
 
     def flops(self, samples: float) -> float:
         """Return the FLOPs of forward and backward (two per multiply-add), without recomputation."""
@@ -184,6 +206,11 @@ class Profile:
     heads: int | None = None  # the fewest heads of any attention, which tensor and context may divide
     saved_batch: Amount = NOTHING  # bytes of batch and buffers that autograd saves, in addition to all `saved_bytes`
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the model has a mixture of experts, which an expert axis may divide."""
+        return any(unit.body.dispatches for unit in self.units)
 
     @cached_property
     def num_parameters(self) -> int:

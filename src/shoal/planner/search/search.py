@@ -166,7 +166,7 @@ class Candidate:
     def place(self) -> Degrees:
         """The degrees of the plan, with data x shard as one number."""
         at = self.plan.layout
-        return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
+        return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context, at.expert))
 
 
 class Wanted(NamedTuple):
@@ -296,13 +296,13 @@ class Search:
         """Group places into layout classes, each a node with the bound of its degrees."""
         classes: dict[tuple[Costs, int, ModelDegrees], list[int]] = {}
         for place in places:
-            key = self.costs(place.devices), self.space.share(place), place.cut
+            key = self.bounds.costs_at(place), self.space.share(place), place.cut
             classes.setdefault(key, []).append(place.replicas)
         nodes = []
         for (costs, share, cut), replicas in classes.items():
             first, divided = Degrees(min(replicas), cut), Degrees(max(replicas), cut)
             beside = self.bounds.beside(first)
-            floor = costs.floor(share * self._grain_size, *cut)
+            floor = costs.floor(share * self._grain_size, cut.tensor, cut.pipeline, cut.context)
             nodes.append(Node(floor + beside, LayoutClass(share, cut, tuple(sorted(replicas)), first, divided, beside)))
         return nodes
 

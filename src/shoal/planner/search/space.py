@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from math import gcd
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -44,11 +45,12 @@ LEVELS: tuple[Level, ...] = ("optimizer", "gradients", "parameters")
 
 
 class ModelDegrees(NamedTuple):
-    """Model-parallel degrees. The ranks along these axes share grains."""
+    """Model-parallel degrees. Ranks along these axes share grains, but for `expert`, which divides all of a stage."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -160,13 +162,15 @@ class Space:
             return (ModelDegrees(1, 1, 1),)
         most = max(self.counts)
         degrees = (
-            ModelDegrees(tensor, pipeline, context)
+            ModelDegrees(tensor, pipeline, context, expert)
             for tensor in _tensor_degrees(self)
             if tensor <= most
             for pipeline in range(1, min(self.num_layers, most // tensor) + 1)
             for context in _contexts(self.facts, tensor, most)
+            if tensor * pipeline * context <= most
+            for expert in _expert_degrees(self.facts, min(self.facts.num_grains * tensor * context, most // pipeline))
         )
-        return tuple(cut for cut in degrees if cut.ranks <= most and not _refusal_of(self, cut))
+        return tuple(cut for cut in degrees if not _refusal_of(self, cut))
 
     @cached_property
     def num_layers(self) -> int:
@@ -182,7 +186,9 @@ class Space:
             Degrees(replicas, cut)
             for cut in sorted(self.cuts)
             for replicas in range(1, min(self.facts.num_grains, most // cut.ranks) + 1)
-            if replicas * cut.ranks in legal and _suits_kinds(self.kinds, replicas, cut)
+            if replicas * cut.ranks in legal
+            and replicas * cut.tensor * cut.context % cut.expert == 0
+            and _suits_kinds(self.kinds, replicas, cut)
         )
 
     def refusal(self, plan: Plan) -> str | None:
@@ -250,7 +256,8 @@ class Space:
     def levels(self, cut: ModelDegrees) -> tuple[Level, ...]:
         """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
         if cut not in self._levels:
-            probe, (place, way) = replace(self, facts=replace(self.facts, num_grains=2)), _alone(cut, replicas=2)
+            place, way = _alone(cut, times=2)
+            probe = replace(self, facts=replace(self.facts, num_grains=place.replicas))
             levels = () if self.data_only else LEVELS[:1] if self.whole else LEVELS
             legal = (level for level in levels if not probe.refusal(self.plan(place, way, 2, level)))
             self._levels[cut] = tuple(legal)
@@ -275,15 +282,25 @@ def _suits_kinds(kinds: Sequence[int], replicas: int, cut: ModelDegrees) -> bool
     return not kinds or replicas * cut.pipeline <= groups
 
 
-def _alone(cut: ModelDegrees, replicas: int = 1) -> tuple[Degrees, MicrobatchSchedule]:
-    """Return a place and a schedule that are legal if these model-parallel degrees are."""
+def _alone(cut: ModelDegrees, times: int = 1) -> tuple[Degrees, MicrobatchSchedule]:
+    """Return a place and a schedule that are legal if these model-parallel degrees are.
+
+    The place has the fewest replicas whose ranks the expert degree divides, `times` that.
+    """
+    replicas = times * (cut.expert // gcd(cut.expert, cut.tensor * cut.context))
     return Degrees(replicas, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
 
 
 def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
     """Return the reason why model-parallel degrees are illegal with any number of microbatches, or None."""
-    one = replace(space, facts=replace(space.facts, num_grains=1))
-    return one.refusal(one.plan(*_alone(cut)))
+    place, way = _alone(cut)
+    one = replace(space, facts=replace(space.facts, num_grains=place.replicas))
+    return one.refusal(one.plan(place, way))
+
+
+def _expert_degrees(facts: ModelFacts, most: int) -> Sequence[int]:
+    """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one."""
+    return [degree for degree in divisors(gcd(*facts.num_experts)) if degree <= most] if facts.num_experts else [1]
 
 
 def _tensor_degrees(space: Space) -> Sequence[int]:
@@ -352,7 +369,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     space have equal keys, so the result does not depend on the order of the search.
     """
     at = plan.layout
-    degrees = at.data, at.shard, at.tensor, at.pipeline, at.context
+    degrees = at.data, at.shard, at.tensor, at.pipeline, at.context, at.expert
     schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
     return (
         plan.layout.world_size,
@@ -364,7 +381,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.layout.shard if plan.layout.shard > 1 else 0,
         LEVELS.index(plan.shard.level) if plan.layout.shard > 1 else 0,
         -plan.batch.grains_per_microbatch,
-        *(at.tensor, at.pipeline, at.context),
+        *(at.tensor, at.pipeline, at.context, at.expert),
     )
 
 
@@ -432,13 +449,13 @@ class BoundedPlan(NamedTuple):
 
 
 def _only_microbatch(
-    space: Space, costs_on: Callable[[int], Costs], costs: Costs, cut: ModelDegrees, family: ScheduleFamily
+    space: Space, costs_at: Callable[[Degrees], Costs], costs: Costs, cut: ModelDegrees, family: ScheduleFamily
 ) -> Plan:
     """Return a plan at these costs without a pipeline, where a microbatch of the family is the only one."""
     alone, num_grains, size = cut._replace(pipeline=1), space.facts.num_grains, family.grains
     replicas = num_grains if size == 1 else (num_grains - 1) // (size - 1)  # the most with a share of this size
-    if costs_on(replicas * alone.ranks) is not costs:  # a single rank on a CPU host may use all cores
-        replicas = next((n for n in range(replicas, 0, -1) if costs_on(n * alone.ranks) is costs), 1)
+    if costs_at(Degrees(replicas, alone)) is not costs:  # a single rank on a CPU host may use all cores
+        replicas = next((n for n in range(replicas, 0, -1) if costs_at(Degrees(n, alone)) is costs), 1)
     return space.plan(Degrees(replicas, alone), MicrobatchSchedule(*family))
 
 
@@ -455,9 +472,12 @@ class MemoryBounds:
         self._missing: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
 
+    def _costs_at(self, place: Degrees) -> Costs:
+        return self._costs(place.devices).with_experts(place.cut.expert)
+
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
         """Return a lower bound of the bytes that a plan lacks."""
-        costs = self._costs(place.devices)
+        costs = self._costs_at(place)
         owners = plan.num_owners if plan.memory.shared else 1
         divided = place.replicas > 1, plan.layout.shard, plan.shard.level, owners
         key = costs, self._space.share(place), place.cut, way, divided
@@ -500,12 +520,12 @@ class MemoryBounds:
         No schedule keeps fewer microbatches on a rank than 1f1b with one stage per rank.
         """
         size, microbatches = self._block_size(place, family), -(-self._space.share(place) // family.grains)
-        memory = self._costs(place.devices).memory_bytes
+        memory = self._costs_at(place).memory_bytes
         return all(one.is_crowded(size, place.cut.pipeline, microbatches, memory) for one in self._block_states(place))
 
     def _least(self, place: Degrees, families: Sequence[ScheduleFamily], below: float) -> float:
         """Return the least bytes that these families of a place lack, or `below` if that is less."""
-        memory, pipeline, share = self._costs(place.devices).memory_bytes, place.cut.pipeline, self._space.share(place)
+        memory, pipeline, share = self._costs_at(place).memory_bytes, place.cut.pipeline, self._space.share(place)
         bounds = []
         for family in families:
             shape = self._block_size(place, family), pipeline, -(-share // family.grains), memory
@@ -518,17 +538,17 @@ class MemoryBounds:
         return below
 
     def _block_size(self, place: Degrees, family: ScheduleFamily) -> BlockSize:
-        costs, cut = self._costs(place.devices), place.cut
+        costs, cut = self._costs_at(place), place.cut
         key = costs, cut.tensor, cut.context, family
         if key not in self._sizes:
-            self._sizes[key] = costs.block_size(_only_microbatch(self._space, self._costs, costs, cut, family))
+            self._sizes[key] = costs.block_size(_only_microbatch(self._space, self._costs_at, costs, cut, family))
         return self._sizes[key]
 
     def _block_states(self, place: Degrees) -> tuple[BlockStates, ...]:
         """Return the bytes of blocks of the most divided plans, those that divide most first."""
         if place not in self._states:
             plans = self._most_divided(place, MicrobatchSchedule(1))[::-1]
-            self._states[place] = self._costs(place.devices).block_states(plans)
+            self._states[place] = self._costs_at(place).block_states(plans)
         return self._states[place]
 
     def _most_divided(self, place: Degrees, way: MicrobatchSchedule) -> list[Plan]:
@@ -559,9 +579,13 @@ class Bounds:
         self._plans: dict[tuple[Degrees, MicrobatchSchedule], list[BoundedPlan]] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
+    def costs_at(self, place: Degrees) -> Costs:
+        """Return the costs of plans at a place."""
+        return self.costs(place.devices).with_experts(place.cut.expert)
+
     def families(self, layouts: LayoutClass) -> list[tuple[float, ScheduleFamily]]:
         """Return the families of a class that may fit, with lower bounds of their seconds in ascending order."""
-        costs, share, cut = self.costs(layouts.first.devices), layouts.share, layouts.cut
+        costs, share, cut = self.costs_at(layouts.first), layouts.share, layouts.cut
         key = costs, share, layouts.divided
         if key not in self._families:
             bounds = []
@@ -576,7 +600,7 @@ class Bounds:
     def schedules(self, layouts: LayoutClass, family: ScheduleFamily) -> list[tuple[float, MicrobatchSchedule]]:
         """Return the schedules of a family with lower bounds of their seconds, in ascending order."""
         pipeline, microbatches = layouts.cut.pipeline, -(-layouts.share // family.grains)
-        whole, blocks = self._microbatch(self.costs(layouts.first.devices), layouts.cut, family)
+        whole, blocks = self._microbatch(self.costs_at(layouts.first), layouts.cut, family)
         bounds = []
         for schedule, stages in self.space.orders(pipeline, microbatches):
             shape = PipelineShape(schedule, pipeline, stages, microbatches)
@@ -588,12 +612,12 @@ class Bounds:
         """Return the costs of a family's microbatch on a rank with all stages."""
         key = costs, cut.tensor, cut.context, family
         if key not in self._microbatches:
-            self._microbatches[key] = costs.microbatch(_only_microbatch(self.space, self.costs, costs, cut, family))
+            self._microbatches[key] = costs.microbatch(_only_microbatch(self.space, self.costs_at, costs, cut, family))
         return self._microbatches[key]
 
     def staged(self, layouts: LayoutClass, way: MicrobatchSchedule) -> float:
         """Return a lower bound of the seconds of a schedule from its stages, without `beside`."""
-        costs = self.costs(layouts.first.devices)
+        costs = self.costs_at(layouts.first)
         key = costs, layouts.share, layouts.cut, way
         if key not in self._staged:
             self._staged[key] = costs.staged(self.space.plan(layouts.first, way))
@@ -602,17 +626,17 @@ class Bounds:
     def at(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Return a lower bound of the seconds of a schedule at a place."""
         if (place, way) not in self._at:
-            self._at[place, way] = self.costs(place.devices).at(self.space.plan(place, way)) + self.beside(place)
+            self._at[place, way] = self.costs_at(place).at(self.space.plan(place, way)) + self.beside(place)
         return self._at[place, way]
 
     def beside(self, place: Degrees) -> float:
         """Return the seconds at a place that only the bound of a whole plan includes."""
-        return self.costs(place.devices).beside(place.devices, place.cut.ranks > 1)
+        return self.costs_at(place).beside(place.devices, place.cut.ranks > 1)
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> list[BoundedPlan]:
         """Return the plans of a schedule at a place with their bounds, the least seconds first."""
         if (place, way) not in self._plans:
-            nearly, bounds = self.costs(place.devices).nearly, []
+            nearly, bounds = self.costs_at(place).nearly, []
             for plan in self.space.plans(place, way):
                 missing = self.memory.lacks(place, way, plan)
                 bounds.append(BoundedPlan(plan, missing, nearly(plan) if missing <= 0 else float("inf")))
@@ -623,5 +647,5 @@ class Bounds:
         """Return the prediction of a plan."""
         key = simplicity(plan) + tuple(plan.layout.__dict__.values())
         if key not in self._predicted:
-            self._predicted[key] = self.costs(plan.layout.world_size).predict(plan)
+            self._predicted[key] = self.costs(plan.layout.world_size).with_experts(plan.layout.expert).predict(plan)
         return self._predicted[key]

@@ -142,6 +142,9 @@ class Invented(Costs):
     def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         return 0.0
 
+    def with_experts(self, degree: int) -> Costs:
+        return self
+
     def costs(self) -> Costs:
         return self
 
@@ -422,7 +425,7 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
         beside = costs.beside(place.devices, place.cut.ranks > 1)
-        assert costs.floor(space.share(place), *place.cut) + beside <= predicted.step_seconds * almost
+        assert costs.floor(space.share(place), *place.cut[:3]) + beside <= predicted.step_seconds * almost
         assert costs.staged(plan) <= costs.at(plan) * almost
         assert costs.at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost

@@ -1,0 +1,108 @@
+"""Mixtures of experts that ranks divide: the profile of one rank, and the seconds in which its rows travel.
+
+Consecutive ranks of a stage divide the experts of each mixture. A rank sends each row to the rank that has the row's
+expert, and the results travel back; gradients take the same ways. With balanced routing a rank computes as many rows as
+it sends, for fewer experts. DeepSeek's exchange (DeepEP, github.com/deepseek-ai/DeepEP) sends a token once to each host
+that has one of its experts, and there over the host's links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.planner.predict.collective_time import Network
+from shoal.planner.profile.values import (
+    Amount,
+    Body,
+    Dispatch,
+    Operation,
+    OperationKind,
+    Phase,
+    Profile,
+    TensorCut,
+    Unit,
+)
+
+# Ways in which rows travel. "all_to_all": each row by itself. "deepep": a token once to each host and each rank that
+# need it. "allgather": all tokens to all ranks, and results by a reduce_scatter.
+ALL_TO_ALL, DEEPEP, ALL_GATHER = "all_to_all", "deepep", "allgather"
+
+
+def divided_profile(profile: Profile, degree: int, imbalance: float, inner: int = 1) -> Profile:
+    """Return the profile of a rank if `degree` ranks divide the experts of each mixture.
+
+    Args:
+        profile: The undivided profile.
+        degree: Ranks that divide the experts.
+        imbalance: Rows of the busiest rank over the mean of the ranks.
+        inner: Tensor ranks that divide each expert once more.
+    """
+    bodies: dict[Body, Body] = {}
+    for unit in profile.units:
+        if unit.body not in bodies:
+            bodies[unit.body] = _divided(unit.body, degree, imbalance, inner)
+    return replace(profile, units=tuple(Unit(unit.name, bodies[unit.body]) for unit in profile.units))
+
+
+def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
+    if not body.dispatches:
+        return body
+    whole = min(degree, *(dispatch.experts for dispatch in body.dispatches))
+
+    def rows(amount: Amount) -> Amount:
+        """Return the amount of the rows that a rank computes for its experts; what is fixed belongs to experts."""
+        return Amount(amount.fixed / whole, amount.per_sample * imbalance)
+
+    def size(amount: Amount, times: float) -> Amount:
+        """Return a size of a product with more rows."""
+        return Amount(amount.fixed, amount.per_sample * times * imbalance)
+
+    def own(operation: Operation) -> Operation:
+        if not operation.of_experts:
+            return operation
+        # Tensor ranks send different tokens, so they divide the rows. Casts of weights are whole on each rank.
+        is_product, cut = operation.kind is OperationKind.MATMUL, TensorCut.NONE
+        if is_product:
+            cut = TensorCut.K if operation.phase is Phase.BACKWARD_WEIGHT else TensorCut.M
+        elif operation.read_bytes.per_sample or operation.written_bytes.per_sample:
+            cut = TensorCut.ALL
+        moved = {
+            "flops": rows(operation.flops),
+            "read_bytes": rows(operation.read_bytes),
+            "written_bytes": rows(operation.written_bytes),
+            "saved_bytes": rows(operation.saved_bytes),
+            "selected_bytes": rows(operation.selected_bytes),
+            "cut": cut,
+        }
+        if is_product:  # of all experts together each of fewer experts has more rows; of a list a rank has fewer
+            is_grouped = operation.batch.fixed > 1
+            times = whole if is_grouped else 1.0
+            moved |= {"m": size(operation.m, times), "k": size(operation.k, times)}
+            moved["batch"] = Amount(operation.batch.fixed / whole) if is_grouped else operation.batch
+        return replace(operation, **moved)
+
+    def part(size: int) -> int:
+        return -(-size // (degree * inner))
+
+    weights = tuple(
+        replace(w, shape=(part(w.shape[0]), *w.shape[1:]), apart=True) if w.of_experts else w for w in body.weights
+    )
+    dispatches = tuple(dispatch._replace(degree=degree) for dispatch in body.dispatches)
+    return replace(body, operations=tuple(map(own, body.operations)), weights=weights, dispatches=dispatches)
+
+
+def travel_seconds(network: Network, way: str, dispatch: Dispatch, samples: float, tensor: int) -> float:
+    """Return the seconds in which the rows of a microbatch of `samples` samples travel to the experts, or back.
+
+    `tensor`: ranks with equal tokens, each of which sends its part.
+    """
+    group, num_bytes = network.group(dispatch.degree, 1), dispatch.num_bytes.at(samples) / tensor
+    if dispatch.degree == 1 or not num_bytes:
+        return 0.0
+    # The counts of rows travel before the rows.
+    counts = network.seconds("all_to_all", 4.0 * dispatch.experts, group)
+    if way == ALL_GATHER:
+        return network.seconds("all_gather", num_bytes / dispatch.chosen * dispatch.degree, group)
+    if way == DEEPEP:
+        return counts + network.deduplicated(num_bytes / dispatch.chosen, dispatch.chosen, group)
+    return counts + network.seconds("all_to_all", num_bytes, group)
