@@ -19,7 +19,7 @@ from benchmarks.published.modules import Latent, cut_in_pairs, transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
 from shoal.hardware.catalogue import capped
-from shoal.hardware.values import Cluster, Link
+from shoal.hardware.values import Cluster, Device, Link
 from shoal.planner.predict.experts import ALL_GATHER, ALL_TO_ALL, DEEPEP
 from shoal.planner.predict.programs import (
     DEEPSPEED_BUCKETS,
@@ -59,6 +59,7 @@ class Framework:
     program: Program = USUAL
     optimizer: Callable[[Any], Any] = torch.optim.AdamW
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
+    sustained: float | None = None  # share of a large product's rate that its steps reach on Hopper and Blackwell
     master: bool = True  # a float32 copy of parameters of a narrow dtype
 
 
@@ -221,7 +222,7 @@ _LATENT = Latent(query=1536, key=512, plain=128, rotated=64, value=128)  # DeepS
 
 
 def _mixture(row: Row, name: str) -> dict[str, Any]:
-    """The dimensions of a model with mixtures of experts: those without one are the first blocks, or every other one."""
+    """The dimensions of a model with mixtures of experts. The other blocks are the first ones, or every other one."""
     layers, mixtures = integer(row, "n_layers"), integer(row, "n_moe_layers")
     alternates = "every other" in row.get("arch_family", "")
     return {
@@ -280,6 +281,14 @@ def plan(row: Row) -> Plan:
     )
 
 
+def expert_degrees(row: Row) -> tuple[int, ...]:
+    """Degrees of experts that a row may mean: one, or where it tells a dispatcher alone all that divide."""
+    if row.get("ep") or not row.get("dispatcher"):
+        return (integer(row, "ep"),)
+    ranks, experts = integer(row, "n_gpus") // integer(row, "pp"), integer(row, "num_experts")
+    return tuple(size for size in range(2, experts + 1) if experts % size == 0 and ranks % size == 0)
+
+
 def microbatches(row: Row) -> tuple[int, ...]:
     """Samples of a microbatch that a row may mean, the fewest first: one, or where it tells none all that divide.
 
@@ -314,9 +323,7 @@ def program(row: Row) -> Program:
     if integer(row, "num_experts", 0):
         dispatch = _DISPATCHERS.get(row.get("dispatcher", ""), ALL_TO_ALL)
         # Megatron-Core's distributed optimizer divides experts over the ranks with the same ones too.
-        found = dataclasses.replace(
-            found, dispatch=dispatch, shards_experts=True, expert_tensor=integer(row, "etp")
-        )
+        found = dataclasses.replace(found, dispatch=dispatch, shards_experts=True, expert_tensor=integer(row, "etp"))
     name = row.get("framework", "").lower()
     if "deepspeed" in name and integer(row, "zero_stage", 0):
         found = dataclasses.replace(found, buffer_bytes=DEEPSPEED_BUCKETS)
@@ -339,8 +346,11 @@ _NVL = re.compile(r"nvl(?!ink)", re.IGNORECASE)
 _HBM2E = re.compile(r"hbm2e|9[4-6] ?gb", re.IGNORECASE)
 
 
-def cluster(row: Row) -> Cluster:
-    """The catalogue's hosts of the row's devices, with the row's own network where it is told."""
+def cluster(row: Row, sustained: float | None = None) -> Cluster:
+    """The catalogue's hosts of the row's devices, with the row's own network where it is told.
+
+    `sustained`: replaces the share that the row's framework sustains.
+    """
     gpu, gib = row.get("gpu", ""), row.get("gpu_mem_gb", "")
     num_devices = integer(row, "n_gpus")
     told = re.match(r"\d+ per \w+", row.get("gpus_per_node", ""))  # "4 per tray"
@@ -352,6 +362,9 @@ def cluster(row: Row) -> Cluster:
     if gpu[1:4] == "800" and found.within is not None:  # the same device with links of 400 GB/s, both ways together
         within = found.within.bytes_per_second * 400 / {"H": 900, "A": 600}[gpu[0]]
         found = dataclasses.replace(found, within=dataclasses.replace(found.within, bytes_per_second=within))
+    sustained = sustained or framework(row).sustained
+    if sustained is not None and found.device.sustained == _HOPPER:
+        found = dataclasses.replace(found, device=with_sustained(found.device, sustained))
     watts = cap(row)
     if watts is not None and found.device.watts is not None and watts < found.device.watts:
         found = dataclasses.replace(found, device=capped(found.device, watts))
@@ -359,6 +372,16 @@ def cluster(row: Row) -> Cluster:
     if gbps and found.between is not None:
         found = dataclasses.replace(found, between=_at_rate(found.between, gbps))
     return found
+
+
+_HOPPER = named_cluster("H100").device.sustained
+
+
+def with_sustained(device: Device, share: float) -> Device:
+    """The device whose products reach this share in whole steps, and those in float8 as much more, at most all."""
+    times = share / device.sustained
+    dtypes = {dtype: min(1.0, of_dtype * times) for dtype, of_dtype in device.sustained_dtypes.items()}
+    return dataclasses.replace(device, sustained=share, sustained_dtypes=dtypes)
 
 
 def cap(row: Row) -> float | None:

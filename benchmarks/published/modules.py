@@ -207,8 +207,10 @@ class LatentAttention(nn.Module):
         assert angles is not None, "its positions are rotations"
         q = self.q_b(self.q_norm(self.q_a(x))).unflatten(-1, (-1, ranks.plain + ranks.rotated))
         latent, position = self.kv_a(x).split((ranks.key, ranks.rotated), -1)
-        k, v = self.kv_b(self.kv_norm(latent)).unflatten(-1, (-1, ranks.plain + ranks.value)).split(
-            (ranks.plain, ranks.value), -1
+        k, v = (
+            self.kv_b(self.kv_norm(latent))
+            .unflatten(-1, (-1, ranks.plain + ranks.value))
+            .split((ranks.plain, ranks.value), -1)
         )
         angles = angles[:, : ranks.rotated]
         turned = rotated(position[:, :, None], angles, d.fused_kernels).expand(*k.shape[:3], ranks.rotated)
@@ -405,7 +407,10 @@ def cut_in_pairs(model: nn.Module) -> dict[str, int]:
     """{parameter: dim} as Megatron-LM cuts it: columns, then rows in attention and MLP; the vocabulary on both ends."""
     found = {}
     for name, _ in model.named_parameters():
-        if re.search(r"attention\.(qkv|q|k|v|q_b|kv_b)\.\w+$|mlp\.(shared\.)?(up|gate)\.(linear\.)?\w+$|^(embedding|head)\.\w+$", name):
+        if re.search(
+            r"attention\.(qkv|q|k|v|q_b|kv_b)\.\w+$|mlp\.(shared\.)?(up|gate)\.(linear\.)?\w+$|^(embedding|head)\.\w+$",
+            name,
+        ):
             found[name] = 0
         elif re.search(r"(attention\.out|mlp\.(shared\.)?down)\.linear\.weight$", name):
             found[name] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.published import describe
 from benchmarks.published.rows import Row
@@ -11,6 +11,18 @@ from shoal.planner.predict.step_time import Predictor
 from shoal.plans.plan import Plan
 
 GIB = 1 << 30
+MEMORY_ERROR = 0.1  # of predicted memory: 4 to 18 % in the median (benchmarks/results/published.md)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants that replace those of `describe`, where they are not None; see `experts.py`."""
+
+    sustained: float | None = None
+    share: float | None = None
+
+
+AS_TOLD = Constants()
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,8 @@ class Answer:
 class Predictors:
     """Predictors by what they are made for: rows of one model on one cluster share one."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, constants: Constants = AS_TOLD) -> None:
+        self._kind, self._constants = kind, constants
         self._known: dict[str, Predictor] = {}
 
     def answer(self, row: Row) -> Answer:
@@ -48,6 +60,7 @@ class Predictors:
                 work.num_grains,
                 cluster.name,
                 cluster.device.name,
+                cluster.device.sustained,
                 cluster.between,
                 program,
             )
@@ -67,21 +80,38 @@ class Predictors:
     def _best(self, predictor: Predictor, plan: Plan, row: Row) -> tuple[Plan, str]:
         """The plan with the fastest microbatch that fits, of those that a row may mean; and what was chosen."""
         sizes = describe.microbatches(row) if self._kind == "transformers" else ()
-        if row.get("num_experts") and not row.get("recompute_kind"):  # none, or as little as lets it fit
-            modes = [plan.with_sections(memory={"recompute": mode}) for mode in ("none", "selective", "full")]
-            plan = next((one for one in modes if predictor.predict(one).fits), modes[-1])
-            if len(sizes) < 2 and plan.memory.recompute != "none":
-                return plan, f"{plan.memory.recompute} recomputation, since the row tells none and it fits so"
-        if len(sizes) < 2:
-            return plan, ""
-        plans = [plan.with_sections(batch={"grains_per_microbatch": size}) for size in sizes]
+        degrees = describe.expert_degrees(row) if row.get("num_experts") else (plan.layout.expert,)
+        plans = [
+            plan.with_sections(batch={"grains_per_microbatch": size}, layout={"expert": degree})
+            for size in sizes or (plan.batch.grains_per_microbatch,)
+            for degree in degrees
+        ]
+        chosen = []
+        if row.get("num_experts") and not row.get("recompute_kind"):
+            plans = [self._recomputed(predictor, one) for one in plans]
+            chosen.append(f"recompute {plans[0].memory.recompute}")
         fitting = [one for one in plans if predictor.predict(one).fits] or plans[:1]
         best = min(fitting, key=lambda one: predictor.predict(one).step_seconds)
-        return best, f"the best microbatch, {best.batch.grains_per_microbatch}, since the row tells none"
+        chosen += [f"microbatch {best.batch.grains_per_microbatch}"] if len(sizes) > 1 else []
+        chosen += [f"expert {best.layout.expert}"] if len(degrees) > 1 else []
+        return best, f"the best of what the row does not tell: {', '.join(chosen)}" if chosen else ""
+
+    def _recomputed(self, predictor: Predictor, plan: Plan) -> Plan:
+        """The plan with the least recomputation that leads to a peak of the device's memory, but for an error of it."""
+        for mode in ("none", "selective", "full"):
+            one = plan.with_sections(memory={"recompute": mode})
+            if predictor.predict(one).peak_bytes <= predictor.cluster.device.memory_bytes * (1 + MEMORY_ERROR):
+                return one
+        return one
 
     def _described(self, row: Row) -> describe.Described:
         if self._kind == "ddp":
             from benchmarks.published import data_parallel
 
             return data_parallel.describe(row)
-        return describe.describe(row)
+        work, plan, cluster, program = describe.describe(row)
+        if self._constants.share is not None:
+            program = replace(program, dispatch_share=self._constants.share)
+        if self._constants.sustained is not None:
+            cluster = describe.cluster(row, self._constants.sustained)
+        return work, plan, cluster, program

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.hardware.values import Cluster, Curve, Device, Link
 from shoal.planner.profile.values import (
     Amount,
     Body,
+    Dispatch,
     Exchange,
     Operation,
     OperationKind,
@@ -90,6 +93,35 @@ def transformer(layers: int = 32, width: int = 4096, ffn: int = 14336, vocabular
     )
     units = [Unit("embedding", embedding), *(Unit(f"blocks.{i}", block) for i in range(layers)), Unit("head", head)]
     return Profile(tuple(units), sample_bytes=8 * positions, heads=heads)
+
+
+def mixture(dense: Profile, experts: int = 4, chosen: int = 2) -> Profile:
+    """The same decoder with so many experts in place of each MLP, of which so many compute each token."""
+    block = next(unit.body for unit in dense.units if unit.body.repeated)
+
+    def rows(amount: Amount) -> Amount:
+        return Amount(amount.fixed * experts, amount.per_sample * chosen)
+
+    def size(amount: Amount) -> Amount:
+        return Amount(amount.fixed, amount.per_sample * chosen / experts)
+
+    operations = [
+        replace(
+            one, of_experts=True, cut=TensorCut.NONE, name="aten._grouped_mm", batch=Amount(experts),
+            flops=rows(one.flops), read_bytes=rows(one.read_bytes), written_bytes=rows(one.written_bytes),
+            saved_bytes=rows(one.saved_bytes), selected_bytes=rows(one.selected_bytes),
+            m=size(one.m), n=one.n, k=size(one.k),
+        ) if one.module.partition(".")[0] in ("up", "down") else one
+        for one in block.operations
+    ]  # fmt: skip
+    weights = [
+        Weight(w.name, (experts, *w.shape), of_experts=True) if w.name in ("up", "down") else w for w in block.weights
+    ]
+    sent = Dispatch(rows(Amount(per_sample=block.output_bytes.per_sample)), experts, chosen)
+    divided = replace(block, operations=tuple(operations), weights=tuple(weights), dispatches=(sent,))
+    return replace(
+        dense, units=tuple(replace(unit, body=divided if unit.body is block else unit.body) for unit in dense.units)
+    )
 
 
 def facts(grains: int, layers: int = 32, heads: int = 32, positions: int = 8192, grain_size: int = 1) -> ModelFacts:

@@ -63,6 +63,7 @@ from shoal.training.update.closure import needs_closure
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 _TRIALS = 3
+BALANCED = "routing is assumed to be balanced: each expert computes as many tokens as the mean"
 _LARGEST = 1024  # hosts, in the search for a cluster on which a plan fits
 
 
@@ -123,6 +124,8 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
             profile = replace(profile, notes=(*profile.notes, known.sampler.spread(order)))
     elif not isinstance(length, Epochs):
         num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
+    if profile.has_experts:
+        profile = replace(profile, notes=(*profile.notes, BALANCED))
     output_bytes = _output_bytes(job, model, grain)
     work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places, output_bytes)
     case = Case(work, cluster, space, correction=read_correction(cluster.name))

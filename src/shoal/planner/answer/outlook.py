@@ -62,6 +62,7 @@ TF32 = 'matmuls in TF32 (torch.backends.cuda.matmul.fp32_precision = "tf32"), wh
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
 _MOST_KINDS = 5  # kinds of devices of which every choice is searched
+_UNEVEN = 1.5  # rows of the busiest expert rank over the mean, in the answer's table of changes
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
@@ -239,7 +240,8 @@ def sensitivity(
 ) -> tuple[Change, ...]:
     """Return the effects of a set of changes on the chosen plan.
 
-    The changes: another precision, a CUDA graph, recomputation, 1 GiB more, twice a link, half and double the batch.
+    The changes: another precision, a CUDA graph, recomputation, 1 GiB more, twice a link, uneven experts, half and
+    double the batch.
     `search`: the search of this case. `precise`: a precision as written on the command line, and its case.
     """
 
@@ -287,6 +289,9 @@ def sensitivity(
         link = replace(between, bytes_per_second=2 * between.bytes_per_second)
         other = replace(case, cluster=replace(case.cluster, between=link))
         changes.append(predicted(other, f"twice the link between hosts ({between.name})"))
+    if chosen.plan.layout.expert > 1:
+        other = replace(case, work=replace(case.work, imbalance=_UNEVEN * case.work.imbalance))
+        changes.append(predicted(other, f"experts of one rank compute {_UNEVEN:g} times the mean of the rows"))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
         batch = int(case.work.global_batch * factor)  # again one sample per grain, else the same number of grains
         num_grains = batch if case.work.grain_size == 1 else min(batch, case.work.num_grains)

@@ -585,8 +585,7 @@ class StageCosts:
 
         # Rows travel to the experts and back, forward and backward.
         of_experts = sum(
-            2 * travel_seconds(network, program.dispatch, dispatch, samples, share.tensor)
-            for dispatch in body.dispatches
+            2 * travel_seconds(network, program, dispatch, samples, share.tensor) for dispatch in body.dispatches
         )
         if of_experts and share.tensor > 1:  # the ranks with equal tokens gather the results
             group = network.group(share.tensor, 1)

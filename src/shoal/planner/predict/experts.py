@@ -9,8 +9,10 @@ that has one of its experts, and there over the host's links.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import (
     Amount,
     Body,
@@ -66,7 +68,7 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
             cut = TensorCut.K if operation.phase is Phase.BACKWARD_WEIGHT else TensorCut.M
         elif operation.read_bytes.per_sample or operation.written_bytes.per_sample:
             cut = TensorCut.ALL
-        moved = {
+        moved: dict[str, Any] = {
             "flops": rows(operation.flops),
             "read_bytes": rows(operation.read_bytes),
             "written_bytes": rows(operation.written_bytes),
@@ -91,12 +93,13 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
     return replace(body, operations=tuple(map(own, body.operations)), weights=weights, dispatches=dispatches)
 
 
-def travel_seconds(network: Network, way: str, dispatch: Dispatch, samples: float, tensor: int) -> float:
+def travel_seconds(network: Network, program: Program, dispatch: Dispatch, samples: float, tensor: int) -> float:
     """Return the seconds in which the rows of a microbatch of `samples` samples travel to the experts, or back.
 
     `tensor`: ranks with equal tokens, each of which sends its part.
     """
-    group, num_bytes = network.group(dispatch.degree, 1), dispatch.num_bytes.at(samples) / tensor
+    way, group = program.dispatch, network.group(dispatch.degree, 1)
+    num_bytes = dispatch.num_bytes.at(samples) / tensor / program.dispatch_share
     if dispatch.degree == 1 or not num_bytes:
         return 0.0
     # The counts of rows travel before the rows.

@@ -566,8 +566,8 @@ class Exchanged:
             gradients = self.accounts.gradients(plan, part, on_cpu=False)
             sent = (one for one in sharded_optimizer(gradients, plan.layout, plan.shard.sizes) if one.group == "shard")
             self._known[key] = price(self.network, layout, sent, algorithm)
-        seconds = self._known[key]
-        return agreed + seconds
+        of_pieces: float = self._known[key]
+        return agreed + of_pieces
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -83,16 +83,14 @@ def assembled(
             cuts = divided[0].cuts.get(same[0].place, ())
             cut = cuts[min(same[0].number, len(cuts) - 1)] if cuts else TensorCut.NONE
             built = operation(fit, same, cut, first.regions[region].block)
-            module = same[0].event.module
-            if any(module == of.name or module.startswith(f"{of.name}.") for of in experts):
-                built = replace(built, of_experts=True)
-            operations.setdefault(region, []).append(built)
+            is_inside = any(f"{same[0].event.module}.".startswith(f"{of.name}.") for of in experts)
+            operations.setdefault(region, []).append(replace(built, of_experts=is_inside))
     dispatches: dict[int, list[Dispatch]] = {}
     for of in experts:
-        rows = [sent for trace in traces if (sent := rows_sent(trace, of)) is not None]
-        if len(rows) == len(traces):
-            amount = fit("rows of experts", *(one.num_bytes for one in rows))
-            dispatches.setdefault(rows[0].region, []).append(Dispatch(amount, of.count, rows[0].chosen))
+        of_traces = [rows for trace in traces if (rows := rows_sent(trace, of)) is not None]
+        if len(of_traces) == len(traces):
+            amount = fit("rows of experts", *(rows.num_bytes for rows in of_traces))
+            dispatches.setdefault(of_traces[0].region, []).append(Dispatch(amount, of.count, of_traces[0].chosen))
     exchanges: dict[int, list[Exchange]] = {}
     for sent in zip(*(d.sent for d in divided), strict=True):
         amount = fit("an exchange", *(s.num_bytes for s in sent))
@@ -364,7 +362,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | Non
         return fit(f"{name} of {where}", *(getattr(k.cost, name) for k in same))
 
     is_product = cost.kind is not OperationKind.MEMORY
-    sizes = {name: line(name) for name in ("m", "n", "k", "batch")} if is_product else {}
+    sizes: dict[str, Any] = {name: line(name) for name in ("m", "n", "k", "batch")} if is_product else {}
     refs: list[StorageRef] = event.inputs if is_product else [*event.outputs, *event.inputs]
     return Operation(
         event.name.removeprefix("shoal_profiling."),

@@ -110,6 +110,12 @@ def test_experts_are_not_divided_and_multiply() -> None:
     # Each token goes to two experts, which multiply by gate, up and down.
     assert sum(o.flops.per_sample for o in products) == 2 * 2 * SEQUENCE * 3 * 64 * 96
     assert {o.kind for o in products} == {OperationKind.MATMUL}
+    # Rows of 64 numbers in float32 travel, two for each token.
+    assert [(d.num_bytes.per_sample, d.experts, d.chosen) for d in body.dispatches] == [(2 * SEQUENCE * 64 * 4, 4, 2)]
+    assert all(w.of_experts for w in experts)
+    assert sum(o.flops.per_sample for o in body.operations if o.of_experts and o.phase == "forward") == sum(
+        o.flops.per_sample for o in products
+    )
     held = sum(w.numel for w in experts)
     text = f"MixtralExperts is not divided by a tensor axis: {held:,} of {found.num_parameters:,} parameters"
     assert text in found.notes

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 from tests.unit.planner import made
-from tests.unit.planner.models import facts, gpus, transformer
+from tests.unit.planner.models import facts, gpus, mixture, transformer
 from tests.unit.plans.checking import check
 from tests.usual import parametrize
 
@@ -355,6 +355,8 @@ def test_what_efficiency_means() -> None:
 @pytest.mark.parametrize("engine", [True, False])
 def test_a_space_has_all_legal_degrees(engine: bool) -> None:
     found = facts(6, layers=4, heads=4)
+    if not engine:
+        found = replace(found, num_experts=(4, 2))
     space = Space(Plan(), found, (1, 2, 3, 4, 8), engine=engine)
     degrees = {tuple(plan.layout.model_dump(exclude={"shares"}).values()) for plan in every_plan(space)}
     legal = set()
@@ -364,7 +366,9 @@ def test_a_space_has_all_legal_degrees(engine: bool) -> None:
         divides = 4 % tensor == 0 and (4 // tensor) % context == 0
         if world not in space.counts or data * shard > 6 or pipeline > 4 or not divides:
             continue
-        legal.add(layout)
+        legal.add((*layout, 1))
+        if not engine and world // pipeline % 2 == 0:  # mixtures of four and of two experts
+            legal.add((*layout, 2))
     assert degrees == legal
 
 
@@ -405,13 +409,18 @@ def test_counts_are_whole_hosts() -> None:
     assert counts(cluster, 3) == (1, 2, 3)
 
 
-@pytest.fixture(scope="module", params=[False, True, 5e-3], ids=["a copy each", "one copy", "a slow host"])
+@pytest.fixture(
+    scope="module", params=[False, True, 5e-3, "experts"], ids=["a copy each", "one copy", "a slow host", "experts"]
+)
 def real(request: pytest.FixtureRequest) -> tuple[Space, Workload, Search]:
     profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
     work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
     mapped = dict.fromkeys(range(2, 9), "shared_memory")
     facts_of_it = facts(16, layers=4, heads=8, positions=512)
     space = Space(Plan(), facts_of_it, counts(cluster), all_reduces=mapped, one_copy=request.param is True)
+    if request.param == "experts":  # beside all axes, also those with which this version does not divide experts
+        work = replace(work, profile=mixture(profile))
+        space = Space(Plan(), replace(facts_of_it, num_experts=(4,) * 4), counts(cluster), engine=False)
     program = Program(host_seconds=float(request.param) if isinstance(request.param, float) else 0.0)
     return space, work, Search(space, costs_of(work, cluster, program), work.grain_size)
 
@@ -420,8 +429,10 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
     space, _, search = real
     plans, bounds, memory = list(every_plan(space)), search.bounds, search.bounds.memory
     for plan in random.Random(0).sample(plans, 600):
-        at, costs = plan.layout, search.costs(plan.layout.world_size)
-        place = next(p for p in search.by_devices[at.world_size] if p.cut == (at.tensor, at.pipeline, at.context))
+        at = plan.layout
+        cut = at.tensor, at.pipeline, at.context, at.expert
+        place = next(p for p in search.by_devices[at.world_size] if p.cut == cut)
+        costs = search.bounds.costs_at(place)
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
         beside = costs.beside(place.devices, place.cut.ranks > 1)

@@ -1,0 +1,121 @@
+"""Claim: two constants, fitted on some sources of published mixtures, predict the others.
+
+`sustained`: the share of a large product's rate that the steps of these programs reach on Hopper and Blackwell, whose
+clocks fall under power. `dispatch_share`: the share of the links' bandwidth that rows on their way to experts reach.
+Both are taken from a coarse grid, and each source is predicted with the constants of all other sources.
+
+Repeat with `python -m benchmarks.published.experts`; the table is in benchmarks/results/experts.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from benchmarks.published import predict
+from benchmarks.published import rows as published
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = Path(__file__).resolve().parent / "data" / "experts.csv"
+RESULTS = ROOT / "benchmarks" / "results" / "experts.json"
+PAGE = ROOT / "benchmarks" / "results" / "experts.md"
+BEGIN, END = "<!-- written by benchmarks/published/experts.py -->", "<!-- end of what it writes -->"
+SUSTAINED, SHARES = (0.70, 0.80, 0.90), (1.0, 0.75, 0.5, 0.35)
+
+
+class Constants(NamedTuple):
+    """One point of the grid."""
+
+    sustained: float
+    share: float
+
+
+class Scored(NamedTuple):
+    """A row: its source, whether the model has experts, and log(predicted / measured) by the constants."""
+
+    row_id: str
+    source: str
+    has_experts: bool
+    measured: float
+    logs: Mapping[Constants, float]
+
+
+def scored(row: published.Row) -> Scored | None:
+    """A row with its predictions, or None where it has no step or cannot be described."""
+    measured = published.outcome(row)
+    if not (measured.ran and measured.seconds) or row.get("trust") == "C":
+        return None
+    logs: dict[Constants, float] = {}
+    for at in map(Constants._make, product(SUSTAINED, SHARES)):
+        predictors = predict.Predictors("transformers", dataclasses.replace(predict.AS_TOLD, **at._asdict()))
+        answer = predictors.answer(published.described(row))
+        if answer.seconds is None:
+            return None
+        logs[at] = log(answer.seconds / measured.seconds)
+    return Scored(row["row_id"], row["source_key"], bool(row.get("num_experts")), measured.seconds, logs)
+
+
+def best(found: Iterable[Scored]) -> Constants:
+    """The constants with the least mean over sources of the median error."""
+    sources: dict[str, list[Scored]] = defaultdict(list)
+    for one in found:
+        sources[one.source].append(one)
+
+    def error(at: Constants) -> float:
+        return fmean(median(abs(one.logs[at]) for one in of) for of in sources.values())
+
+    return min(map(Constants._make, product(SUSTAINED, SHARES)), key=error)
+
+
+def text(found: list[Scored]) -> str:
+    """The table: each source with the constants of the others."""
+    lines = [
+        "| Held out | Rows | `sustained` of the others | `dispatch_share` of the others | Median error | Bias |"
+        " By the catalogue alone |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    plain = Constants(SUSTAINED[0], SHARES[0])
+    for source in sorted({one.source for one in found}):
+        at = best(one for one in found if one.source != source)
+        own = [one for one in found if one.source == source and one.has_experts]
+        if not own:
+            continue
+        errors = [exp(one.logs[at]) - 1 for one in own]
+        before = median(abs(exp(one.logs[plain]) - 1) for one in own)
+        lines.append(
+            f"| {source} | {len(own)} | {at.sustained:g} | {at.share:g} | {median(map(abs, errors)):.1%} |"
+            f" {median(errors):+.1%} | {before:.1%} |"
+        )
+    at = best(found)
+    lines += ["", f"Of all sources together: `sustained` {at.sustained:g}, `dispatch_share` {at.share:g}.", ""]
+    lines += ["| Row | Measured | Predicted with the constants of the others |", "|---|---:|---:|"]
+    for one in found:
+        held_out = best(other for other in found if other.source != one.source)
+        error = exp(one.logs[held_out]) - 1
+        lines.append(f"| {one.row_id} | {one.measured:.4g} s | {one.measured * (1 + error):.4g} s ({error:+.0%}) |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Predicts all rows at all points of the grid and writes the table."""
+    found = [one for row in published.read(ROWS) if (one := scored(row)) is not None]
+    RESULTS.write_text(
+        json.dumps(
+            [{**one._asdict(), "logs": [[*at, value] for at, value in one.logs.items()]} for one in found], indent=1
+        ),
+        encoding="utf-8",
+    )
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page[: page.index(BEGIN)], page[page.index(END) :]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text(found)}\n\n{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Mixtures whose experts ranks divide: rows, bytes and sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.planner.made import block, cluster, predict, work
+from tests.unit.planner.models import mixture
+
+from shoal.planner.predict.experts import DEEPEP
+from shoal.planner.predict.workload import Prediction, Program
+from shoal.planner.profile.values import Amount, Body, Profile, Unit
+from shoal.plans.plan import Plan
+
+QUIET = Program(contention=0.0, call_seconds=0.0, host_seconds=0.0, fragmentation=0.0, dispatch_share=1.0)
+ROWS = 2 * 4e6  # bytes of a sample that go to its two experts
+
+
+def of_experts(body: Body) -> Body:
+    """The made block, whose two matmuls are those of four experts, and a matmul of the whole model."""
+    profile = mixture(Profile((Unit("blocks.0", replace(body, output_bytes=Amount(0, ROWS / 2))),)))
+    mixed = profile.units[0].body
+    return replace(mixed, weights=(*mixed.weights, block(cut=False).weights[0]))
+
+
+def predicted(program: Program = QUIET, *, imbalance: float = 1.0, hosts: int = 1, **layout: int) -> Prediction:
+    case = replace(work(blocks=2, batch=8, body=of_experts(block(cut=False))), imbalance=imbalance)
+    num_devices = Plan().with_sections(layout=layout).layout.world_size
+    plan = Plan().with_sections(layout=layout, batch={"grains_per_microbatch": 0})
+    return predict(plan, case, cluster(num_devices // hosts, hosts), program)
+
+
+def test_a_rank_computes_as_many_rows_for_fewer_experts() -> None:
+    whole, divided = predicted(data=4), predicted(data=4, expert=4)
+    assert divided.terms["compute"] == pytest.approx(whole.terms["compute"])
+    assert divided.flops_per_device == whole.flops_per_device
+    of_experts, beside = 2 * 2 * 4 * 4e6, 2 * 4e6  # bytes of two blocks: of two weights and four experts, and beside
+    assert whole.memory["parameters"] == of_experts + beside
+    assert divided.memory["parameters"] == of_experts / 4 + beside
+    assert divided.memory["optimizer"] == 2 * (of_experts / 4 + beside)
+
+
+def test_rows_travel_four_times() -> None:
+    # Two samples, two blocks, and three quarters of a rank's rows at 10 GB/s; counts take next to nothing.
+    assert predicted(data=4, expert=4).terms["experts"] == pytest.approx(2 * 2 * 4 * ROWS * 0.75 / 1e10, rel=1e-3)
+    assert predicted(data=4).terms["experts"] == 0.0
+    half = predicted(replace(QUIET, dispatch_share=0.5), data=4, expert=4)
+    assert half.terms["experts"] == pytest.approx(2 * 2 * 4 * ROWS * 0.75 / 0.5e10, rel=1e-3)
+
+
+def test_a_token_crosses_the_network_once_a_host() -> None:
+    """Of two hosts' four ranks the other host has one of a token's two experts with a chance of 3 in 4."""
+    once = predicted(replace(QUIET, dispatch=DEEPEP), data=4, expert=4, hosts=2)
+    at_network = 2 * 2 * 4 * (ROWS / 2) * 0.75 / (1e9 / 2)
+    assert once.terms["experts"] == pytest.approx(at_network, rel=1e-3)
+    assert once.terms["experts"] < predicted(data=4, expert=4, hosts=2).terms["experts"]
+
+
+def test_gradients_of_experts_are_summed_over_the_ranks_with_the_same_ones() -> None:
+    quiet = replace(QUIET, overlap=False)
+    alone, copies = predicted(quiet, data=4, expert=4), predicted(quiet, data=4, expert=2)
+    of_copies = 2 * 2 * 4 * 4e6 / 2  # bytes of a rank's experts, which two ranks have
+    more = copies.terms["gradients"] - alone.terms["gradients"]
+    assert more == pytest.approx(2 * of_copies / 2 / 1e10, rel=1e-3)
+
+
+def test_uneven_routing_takes_as_long_as_the_busiest_rank() -> None:
+    even, uneven = predicted(data=4, expert=4), predicted(data=4, expert=4, imbalance=1.5)
+    assert uneven.terms["compute"] == pytest.approx(1.5 * even.terms["compute"])
+    assert predicted(data=4, imbalance=1.5).terms["compute"] == pytest.approx(even.terms["compute"])
+
+
+def test_tensor_ranks_send_a_part_of_their_tokens_each() -> None:
+    one, two = predicted(data=4, expert=4), predicted(data=2, tensor=2, expert=4)
+    assert two.terms["compute"] == pytest.approx(one.terms["compute"])  # twice the samples, half of the rows of each
+    whole = 4 * 2 * 2 * (ROWS / 2) / 2 / 1e10  # each rank gathers the results that the other one has
+    assert two.terms["experts"] - one.terms["experts"] == pytest.approx(whole, rel=1e-2)
