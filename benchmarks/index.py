@@ -85,6 +85,9 @@ GROUPS = {
     "Planner and doctor": (
         Row("questions", "2026-11-26", XEON, ("questions.md", "questions.json")),
         Row("emitted", "2026-11-29", TWO_CORES, ("emitted.md", "emitted.json")),
+        Row(
+            "published_experts", "2026-11-30", "none: the catalogue", ("published_experts.md", "published_experts.json")
+        ),
         Row("plan_search", "2026-11-26", TWO_CORES, ("plan_search.json",)),
         Row("decoders", "2026-11-26", TWO_CORES, ("decoders.md",)),
         Row("small_steps", "2026-11-26", XEON, ("small_steps.md", "small_steps.csv")),

@@ -211,6 +211,8 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
     if "num_experts" in row and not (row.get("dp") and row.get("global_batch")):
         raise UnknownError("the row does not tell the layout or the batch")
     if integer(row, "num_experts", 0):
+        if "transformers" in row.get("framework", ""):
+            raise UnknownError("Transformers of that time computed experts in a loop, which is not described")
         family = "llama"
         dimensions |= _mixture(row, name)
     return family, dimensions

@@ -16,7 +16,7 @@ MEMORY_ERROR = 0.1  # of predicted memory: 4 to 18 % in the median (benchmarks/r
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that replace those of `describe`, where they are not None; see `experts.py`."""
+    """Constants that replace those of `describe`, where they are not None; see `benchmarks.published_experts`."""
 
     sustained: float | None = None
     share: float | None = None

@@ -175,22 +175,6 @@ class Network:
             seconds += num_bytes * ((n - group.per_host) / n) / rate
         return seconds
 
-    def deduplicated(self, num_bytes: float, chosen: int, group: RankGroup) -> float:
-        """Return the seconds in which each token of `num_bytes` in all reaches `chosen` ranks that differ by chance.
-
-        A token crosses the network once for each other host that needs it, and reaches the ranks there over the host's
-        links. The two parts overlap.
-        """
-        within, between, n = self.cluster.within, self.cluster.between, group.size
-        seconds, hosts = [0.0], group.hosts
-        ranks_reached = n * (1 - (1 - 1 / n) ** chosen)
-        if group.per_host > 1 and within is not None:
-            seconds.append(num_bytes * ranks_reached * (group.per_host - 1) / group.per_host / within.bytes_per_second)
-        if hosts > 1 and between is not None:
-            hosts_reached = (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
-            seconds.append(num_bytes * hosts_reached * group.per_host / between.bytes_per_second)
-        return self.link(group).call_seconds + max(seconds)
-
 
 @lru_cache(maxsize=65536)
 def _group(size: int, stride: int, on_host: int) -> RankGroup:

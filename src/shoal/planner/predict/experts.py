@@ -3,7 +3,7 @@
 Consecutive ranks of a stage divide the experts of each mixture. A rank sends each row to the rank that has the row's
 expert, and the results travel back; gradients take the same ways. With balanced routing a rank computes as many rows as
 it sends, for fewer experts. DeepSeek's exchange (DeepEP, github.com/deepseek-ai/DeepEP) sends a token once to each host
-that has one of its experts, and there over the host's links.
+that has one of its experts, and there over the host's links; its authors measure 43 to 58 GB/s at ports of 50 GB/s.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.planner.profile.values import (
     Profile,
     TensorCut,
     Unit,
+    Weight,
 )
 
 # Ways in which rows travel. "all_to_all": each row by itself. "deepep": a token once to each host and each rank that
@@ -83,12 +84,13 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
             moved["batch"] = Amount(operation.batch.fixed / whole) if is_grouped else operation.batch
         return replace(operation, **moved)
 
-    def part(size: int) -> int:
-        return -(-size // (degree * inner))
+    def part(weight: Weight) -> Weight:
+        count, *sizes = weight.shape
+        if sizes:
+            sizes[0] = -(-sizes[0] // inner)
+        return replace(weight, shape=(-(-count // degree), *sizes), apart=True)
 
-    weights = tuple(
-        replace(w, shape=(part(w.shape[0]), *w.shape[1:]), apart=True) if w.of_experts else w for w in body.weights
-    )
+    weights = tuple(part(weight) if weight.of_experts else weight for weight in body.weights)
     dispatches = tuple(dispatch._replace(degree=degree) for dispatch in body.dispatches)
     return replace(body, operations=tuple(map(own, body.operations)), weights=weights, dispatches=dispatches)
 
@@ -99,7 +101,7 @@ def travel_seconds(network: Network, program: Program, dispatch: Dispatch, sampl
     `tensor`: ranks with equal tokens, each of which sends its part.
     """
     way, group = program.dispatch, network.group(dispatch.degree, 1)
-    num_bytes = dispatch.num_bytes.at(samples) / tensor / program.dispatch_share
+    num_bytes = dispatch.num_bytes.at(samples) / tensor
     if dispatch.degree == 1 or not num_bytes:
         return 0.0
     # The counts of rows travel before the rows.
@@ -107,5 +109,15 @@ def travel_seconds(network: Network, program: Program, dispatch: Dispatch, sampl
     if way == ALL_GATHER:
         return network.seconds("all_gather", num_bytes / dispatch.chosen * dispatch.degree, group)
     if way == DEEPEP:
-        return counts + network.deduplicated(num_bytes / dispatch.chosen, dispatch.chosen, group)
-    return counts + network.seconds("all_to_all", num_bytes, group)
+        # Each token reaches `chosen` ranks that differ by chance. Network and links within hosts work at the same time.
+        token_bytes, within, between = num_bytes / dispatch.chosen, network.cluster.within, network.cluster.between
+        parts = [0.0]
+        if group.per_host > 1 and within is not None:
+            ranks = group.size * (1 - (1 - 1 / group.size) ** dispatch.chosen)
+            own = (group.per_host - 1) / group.per_host
+            parts.append(token_bytes * ranks * own / within.bytes_per_second)
+        if group.hosts > 1 and between is not None:
+            hosts = (group.hosts - 1) * (1 - (1 - 1 / group.hosts) ** dispatch.chosen)
+            parts.append(token_bytes * hosts * group.per_host / between.bytes_per_second)
+        return counts + network.link(group).call_seconds + max(parts)
+    return counts + network.seconds("all_to_all", num_bytes / program.dispatch_share, group)

@@ -353,16 +353,6 @@ class Costs:
         self._turns: dict[tuple[CutModel, int, bool], Turn] = {}
         self._by_degree: dict[int, Costs] = {}
 
-    def with_experts(self, degree: int) -> Costs:
-        """Return the costs of plans in which `degree` ranks divide the experts of each mixture."""
-        predictor = self._predictor.with_experts(degree)
-        if predictor is self._predictor:
-            return self
-        if degree not in self._by_degree:
-            self._by_degree[degree] = other = Costs(predictor, self._device, self._correction)
-            other.memory_bytes = self.memory_bytes
-        return self._by_degree[degree]
-
     def with_more_memory(self, num_bytes: int) -> Costs:
         """Return the costs of the device with more memory."""
         other, device = copy(self), self._device
@@ -500,6 +490,16 @@ class Costs:
             own = state + rank.size.trainable * per_element + activations
             worst = max(worst, own + (of_heap * own + of_activations * activations) + reserved)
         return worst
+
+
+def with_experts(costs: Costs, degree: int) -> Costs:
+    """Return the costs of plans in which `degree` ranks divide the experts of each mixture."""
+    if degree == 1 or (predictor := costs._predictor.with_experts(degree)) is costs._predictor:
+        return costs
+    if degree not in costs._by_degree:
+        costs._by_degree[degree] = other = Costs(predictor, costs._device, costs._correction)
+        other.memory_bytes = costs.memory_bytes
+    return costs._by_degree[degree]
 
 
 def _bucket_bytes(plan: Plan, program: Program) -> float:

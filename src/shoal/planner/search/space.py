@@ -22,7 +22,15 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from shoal.hardware.values import SHARED_MEMORY, Cluster
-from shoal.planner.predict.lower_bounds import BlockSize, BlockStates, Costs, MicrobatchSeconds, filled, least_peak
+from shoal.planner.predict.lower_bounds import (
+    BlockSize,
+    BlockStates,
+    Costs,
+    MicrobatchSeconds,
+    filled,
+    least_peak,
+    with_experts,
+)
 from shoal.planner.predict.pipeline import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, excluded, fits
@@ -473,7 +481,7 @@ class MemoryBounds:
         self._bytes: dict[tuple[object, ...], float] = {}
 
     def _costs_at(self, place: Degrees) -> Costs:
-        return self._costs(place.devices).with_experts(place.cut.expert)
+        return with_experts(self._costs(place.devices), place.cut.expert)
 
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
         """Return a lower bound of the bytes that a plan lacks."""
@@ -581,7 +589,7 @@ class Bounds:
 
     def costs_at(self, place: Degrees) -> Costs:
         """Return the costs of plans at a place."""
-        return self.costs(place.devices).with_experts(place.cut.expert)
+        return with_experts(self.costs(place.devices), place.cut.expert)
 
     def families(self, layouts: LayoutClass) -> list[tuple[float, ScheduleFamily]]:
         """Return the families of a class that may fit, with lower bounds of their seconds in ascending order."""
@@ -647,5 +655,5 @@ class Bounds:
         """Return the prediction of a plan."""
         key = simplicity(plan) + tuple(plan.layout.__dict__.values())
         if key not in self._predicted:
-            self._predicted[key] = self.costs(plan.layout.world_size).with_experts(plan.layout.expert).predict(plan)
+            self._predicted[key] = with_experts(self.costs(plan.layout.world_size), plan.layout.expert).predict(plan)
         return self._predicted[key]

@@ -142,9 +142,6 @@ class Invented(Costs):
     def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         return 0.0
 
-    def with_experts(self, degree: int) -> Costs:
-        return self
-
     def costs(self) -> Costs:
         return self
 

@@ -1,10 +1,11 @@
 """Claim: two constants, fitted on some sources of published mixtures, predict the others.
 
 `sustained`: the share of a large product's rate that the steps of these programs reach on Hopper and Blackwell, whose
-clocks fall under power. `dispatch_share`: the share of the links' bandwidth that rows on their way to experts reach.
+clocks fall under power. `dispatch_share`: the share of the links' bandwidth that an all_to_all of rows reaches;
+DeepEP's exchange reaches that of the links.
 Both are taken from a coarse grid, and each source is predicted with the constants of all other sources.
 
-Repeat with `python -m benchmarks.published.experts`; the table is in benchmarks/results/experts.md.
+Repeat with `python -m benchmarks.published_experts`; the table is in benchmarks/results/published_experts.md.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import NamedTuple
 from benchmarks.published import predict
 from benchmarks.published import rows as published
 
-ROOT = Path(__file__).resolve().parents[2]
-ROWS = Path(__file__).resolve().parent / "data" / "experts.csv"
-RESULTS = ROOT / "benchmarks" / "results" / "experts.json"
-PAGE = ROOT / "benchmarks" / "results" / "experts.md"
-BEGIN, END = "<!-- written by benchmarks/published/experts.py -->", "<!-- end of what it writes -->"
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / "benchmarks" / "published" / "data" / "experts.csv"
+RESULTS = ROOT / "benchmarks" / "results" / "published_experts.json"
+PAGE = ROOT / "benchmarks" / "results" / "published_experts.md"
+BEGIN, END = "<!-- written by benchmarks/published_experts.py -->", "<!-- end of what it writes -->"
 SUSTAINED, SHARES = (0.70, 0.80, 0.90), (1.0, 0.75, 0.5, 0.35)
 
 
