@@ -108,9 +108,7 @@ def main() -> None:
     """Predicts all rows at all points of the grid and writes the table."""
     found = [one for row in published.read(ROWS) if (one := scored(row)) is not None]
     RESULTS.write_text(
-        json.dumps(
-            [{**one._asdict(), "logs": [[*at, value] for at, value in one.logs.items()]} for one in found], indent=1
-        ),
+        json.dumps([{**one._asdict(), "logs": [[*at, round(v, 4)] for at, v in one.logs.items()]} for one in found]),
         encoding="utf-8",
     )
     page = PAGE.read_text(encoding="utf-8")
