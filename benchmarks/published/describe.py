@@ -95,13 +95,16 @@ _MEGATRON = Framework(
     program=MEGATRON,
 )
 # Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout.
-_MEGATRON_CORE = dataclasses.replace(_MEGATRON, dropout=0.0, fused_attention=True, program=MEGATRON_CORE)
+# `sustained` is fitted to all sources of experts.csv (benchmarks/results/published_experts.md): kernels of Transformer
+# Engine, where the catalogue has what eager torch sustained on another cluster.
+_MEGATRON_CORE = dataclasses.replace(_MEGATRON, dropout=0.0, fused_attention=True, program=MEGATRON_CORE, sustained=0.8)
 # NeMo AutoModel: fully_shard of torch, experts over DeepEP that fully_shard divides over the ranks with the same ones,
 # kernels of Transformer Engine.
 _AUTOMODEL = Framework(
     fused_kernels=True,
     program=dataclasses.replace(USUAL, attention="flash3", shards_context=True, shards_experts=True),
     reduce="float32",
+    sustained=0.8,
 )
 FRAMEWORKS = (
     ("automodel", _AUTOMODEL),

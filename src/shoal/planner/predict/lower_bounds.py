@@ -497,7 +497,7 @@ def with_experts(costs: Costs, degree: int) -> Costs:
     if degree == 1 or (predictor := costs._predictor.with_experts(degree)) is costs._predictor:
         return costs
     if degree not in costs._by_degree:
-        costs._by_degree[degree] = other = Costs(predictor, costs._device, costs._correction)
+        costs._by_degree[degree] = other = Costs(predictor, costs._device, costs.correction)
         other.memory_bytes = costs.memory_bytes
     return costs._by_degree[degree]
 

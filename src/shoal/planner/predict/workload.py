@@ -84,7 +84,7 @@ class Program:
     scatter_messages: bool = False  # each tensor rank sends a part of an activation to the next stage
     shards_context: bool = False  # ZeRO divides states over context ranks too
     dispatch: str = "all_to_all"  # how rows travel to experts, see `experts.py`
-    dispatch_share: float = 0.75  # fraction of the links' bandwidth that an all_to_all of rows reaches (fitted)
+    dispatch_share: float = 0.5  # fraction of the links' bandwidth that an all_to_all of rows reaches (fitted)
     shards_experts: bool = False  # ZeRO divides experts over the ranks with the same ones; else each keeps its experts
     expert_tensor: int = 1  # tensor ranks that divide each expert
     divides_ends: bool = False  # context and sequence parallelism also divide units outside of the blocks

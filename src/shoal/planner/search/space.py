@@ -176,9 +176,18 @@ class Space:
             for pipeline in range(1, min(self.num_layers, most // tensor) + 1)
             for context in _contexts(self.facts, tensor, most)
             if tensor * pipeline * context <= most
-            for expert in _expert_degrees(self.facts, min(self.facts.num_grains * tensor * context, most // pipeline))
+            for expert in self._expert_degrees(min(self.facts.num_grains * tensor * context, most // pipeline))
         )
         return tuple(cut for cut in degrees if not _refusal_of(self, cut))
+
+    def _expert_degrees(self, most: int) -> Sequence[int]:
+        """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one.
+
+        On devices of several kinds experts are not divided: all ranks of a group would wait for its slowest one.
+        """
+        if not self.facts.num_experts or self.kinds:
+            return [1]
+        return [degree for degree in divisors(gcd(*self.facts.num_experts)) if degree <= most]
 
     @cached_property
     def num_layers(self) -> int:
@@ -304,11 +313,6 @@ def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
     place, way = _alone(cut)
     one = replace(space, facts=replace(space.facts, num_grains=place.replicas))
     return one.refusal(one.plan(place, way))
-
-
-def _expert_degrees(facts: ModelFacts, most: int) -> Sequence[int]:
-    """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one."""
-    return [degree for degree in divisors(gcd(*facts.num_experts)) if degree <= most] if facts.num_experts else [1]
 
 
 def _tensor_degrees(space: Space) -> Sequence[int]:
