@@ -83,8 +83,8 @@ def best(found: Iterable[Scored]) -> Constants:
 def text(found: list[Scored]) -> str:
     """The table: each source with the constants of the others."""
     lines = [
-        "| Held out | Routing | Rows | `sustained` of the others | `dispatch_share` of the others | Median error | Bias |"
-        " By the catalogue alone |",
+        "| Held out | Routing | Rows | `sustained` of the others | `dispatch_share` of the others | Median error |"
+        " Bias | By the catalogue alone |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     plain = Constants(SUSTAINED[0], SHARES[0])
