@@ -176,18 +176,9 @@ class Space:
             for pipeline in range(1, min(self.num_layers, most // tensor) + 1)
             for context in _contexts(self.facts, tensor, most)
             if tensor * pipeline * context <= most
-            for expert in self._expert_degrees(min(self.facts.num_grains * tensor * context, most // pipeline))
+            for expert in _expert_degrees(self, min(self.facts.num_grains * tensor * context, most // pipeline))
         )
         return tuple(cut for cut in degrees if not _refusal_of(self, cut))
-
-    def _expert_degrees(self, most: int) -> Sequence[int]:
-        """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one.
-
-        On devices of several kinds experts are not divided: all ranks of a group would wait for its slowest one.
-        """
-        if not self.facts.num_experts or self.kinds:
-            return [1]
-        return [degree for degree in divisors(gcd(*self.facts.num_experts)) if degree <= most]
 
     @cached_property
     def num_layers(self) -> int:
@@ -313,6 +304,15 @@ def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
     place, way = _alone(cut)
     one = replace(space, facts=replace(space.facts, num_grains=place.replicas))
     return one.refusal(one.plan(place, way))
+
+
+def _expert_degrees(space: Space, most: int) -> Sequence[int]:
+    """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one.
+
+    On devices of several kinds experts are not divided: all ranks of a group would wait for its slowest one.
+    """
+    counts = space.facts.num_experts
+    return [degree for degree in divisors(gcd(*counts)) if degree <= most] if counts and not space.kinds else [1]
 
 
 def _tensor_degrees(space: Space) -> Sequence[int]:
