@@ -2,8 +2,10 @@
 
 2 CPU cores, torch 2.13.0; the table is benchmarks/results/unequal.md.
 
-Repeat with `python -m benchmarks.unequal`. A perceptron trains in exact mode. A helper process stops a slow rank for a
-part of each 20 ms (SIGSTOP, SIGCONT), so that the rank has that part less of a core. The runs take turns.
+Repeat with `python -m benchmarks.unequal`. `--predicted` writes predicted steps beside measured ones
+(benchmarks/results/unequal_predicted.md) and needs two idle cores. `--quiet-steps 2000` counts re-balancings of equal
+ranks. A perceptron trains in exact mode. A helper process stops a slow rank for a part of each 20 ms (SIGSTOP,
+SIGCONT), so that the rank has that part less of a core. The runs take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.hardware import cluster
+from shoal.hardware.catalogue import joined
+from shoal.hardware.values import Cluster, Device
+from shoal.planner.answer.answer import question
+from shoal.planner.predict.mixed import MixedPredictor
+from shoal.plans.plan import Plan
 
 RESULTS = Path(__file__).parent / "results"
 PERIOD_SECONDS, STEPS, SLOWED_AFTER = 0.02, 120, 30
@@ -54,7 +63,7 @@ class Slow(shoal.Callback):
             subprocess.Popen(command, start_new_session=True)  # ends with the rank
 
 
-def job(grains: int = 24, speeds: str = "1.0", after: int = 1, width: int = 1024) -> shoal.Job:
+def job(grains: int = 24, speeds: str = "1.0", after: int = 1, width: int = 1024, steps: int = STEPS) -> shoal.Job:
     """`speeds`: of the ranks, in parts of a core, from step `after` on."""
     values = torch.Generator().manual_seed(0)
     inputs = torch.randn(4800, 64, generator=values)
@@ -69,16 +78,16 @@ def job(grains: int = 24, speeds: str = "1.0", after: int = 1, width: int = 1024
         train_data=TensorDataset(inputs, inputs[:, :4].argmax(1)),
         global_batch=192,
         grains=grains,
-        length=shoal.Steps(STEPS),
+        length=shoal.Steps(steps),
         callbacks=[Slow(speeds, after)],
     )
 
 
-def ran(shares: str, speeds: str, *, grains: int = 24, after: int = 1) -> dict[str, Any]:
+def ran(shares: str, speeds: str, *, grains: int = 24, after: int = 1, steps: int = STEPS) -> dict[str, Any]:
     """Median step at the end of a run, its weights, and when its shares changed."""
     ranks = speeds.count("_") + 1
     with tempfile.TemporaryDirectory() as folder:
-        settings = (f"grains={grains}", f"speeds={speeds}", f"after={after}")
+        settings = (f"grains={grains}", f"speeds={speeds}", f"after={after}", f"steps={steps}")
         command = [sys.executable, "-m", "shoal", "run", f"{__file__}:job", "--devices", str(ranks), "--exact"]
         command += [text for setting in settings for text in ("--set", setting)]
         command += ["--shares", shares, "--out", f"{folder}/run", "--no-source"]
@@ -123,6 +132,66 @@ def page(found: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", same]) + "\n"
 
 
+def predicted(shares: str, speeds: str, *, grains: int = 24) -> float:
+    """Seconds of a step that the planner predicts for ranks with these parts of a core, on one host."""
+    here = cluster("here")
+    core = here.device_for(here.devices_per_host)
+
+    def slowed(speed: float) -> Device:
+        return replace(
+            core,
+            flops={dtype: speed * value for dtype, value in core.flops.items()},
+            memory_bytes_per_second=speed * core.memory_bytes_per_second,
+            step_seconds=core.step_seconds / speed,
+            tensor_seconds=core.tensor_seconds / speed,
+        )
+
+    numbers = [float(speed) for speed in speeds.split("_")]
+    kinds = [Cluster(f"{place}: {speed}", slowed(speed)) for place, speed in enumerate(numbers)]
+    base = Plan().with_sections(execution={"exact": True}, batch={"grains_per_microbatch": 1})
+    of_ranks = [] if shares == "equal" else [int(one) for one in shares.split(",")]
+    plan = base.with_sections(layout={"data": len(numbers), "shares": of_ranks})
+    case = question(job(grains), base, "here", None).case
+    return MixedPredictor(case.work, joined(kinds, speeds, here.within), case.own_program).predict(plan).step_seconds
+
+
+def compare() -> None:
+    """Measure steps beside predictions, which one run on equal ranks corrects by one factor."""
+    rows, settings = [], (("equal", "1.0_0.5"), ("2,1", "1.0_0.5"), ("3,1", "1.0_0.33"), ("4,2,1", "1.0_0.5_0.25"))
+    equal = [ran("equal", "1.0_1.0")["step_seconds"]]
+    for shares, speeds in settings:
+        rows.append({"shares": shares, "speeds": speeds, "measured": ran(shares, speeds)["step_seconds"]})
+        equal.append(ran("equal", "1.0_1.0")["step_seconds"])
+    factor = statistics.median(equal) / predicted("equal", "1.0_1.0")
+    for row in rows:
+        row["predicted"] = factor * predicted(row["shares"], row["speeds"])
+    found = {"equal_seconds": equal, "factor": factor, "rows": rows}
+    (RESULTS / "unequal_predicted.json").write_text(json.dumps(found, indent=1) + "\n")
+    lines = [
+        "# Predicted steps of unequal ranks",
+        "",
+        f"Generated by `python -m benchmarks.unequal --predicted`; numbers in unequal_predicted.json. 2 CPU cores, "
+        f"torch {torch.__version__}. Predictions are multiplied by {factor:.2f}, the factor of equal ranks at full "
+        f"speed. Their step took {', '.join(f'{1e3 * one:.1f}' for one in equal)} ms in turns with the others.",
+        "",
+        "| speeds of the ranks | shares | predicted in ms | measured in ms | difference |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        ahead, behind = row["predicted"], row["measured"]
+        lines.append(
+            f"| {row['speeds'].replace('_', ', ')} | {row['shares']} | {1e3 * ahead:.1f} | {1e3 * behind:.1f} | "
+            f"{ahead / behind - 1:+.0%} |"
+        )
+    (RESULTS / "unequal_predicted.md").write_text("\n".join(lines) + "\n")
+
+
+def count_changes(steps: int) -> None:
+    """Print the re-balancings of equal ranks in a run of `steps` steps."""
+    found = ran("by-speed", "1.0_1.0", after=steps + 1, steps=steps)
+    print(f"{steps} steps of equal ranks: {len(found['changes'])} re-balancings {found['changes']}")
+
+
 def main() -> None:
     """Measure in turns, and write the records."""
     found = []
@@ -139,7 +208,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if sys.argv[1:] == ["--predicted"]:
+        compare()
+    elif sys.argv[1:2] == ["--quiet-steps"]:
+        count_changes(int(sys.argv[2]))
+    elif len(sys.argv) == 3:
         throttle(int(sys.argv[1]), float(sys.argv[2]))
     else:
         main()
