@@ -69,7 +69,7 @@ def row(millions: int, *, sparse: bool) -> dict[str, Any]:
         "parameter_bytes": memory["parameters"],
         "state_bytes": memory["optimizer"],
         "first_step_seconds": seconds[0],
-        "later_seconds": seconds[WARM_UP if sparse else 2 :],
+        "later_seconds": [round(one, 4) for one in seconds[WARM_UP if sparse else 2 :]],
     }
 
 

@@ -18,6 +18,7 @@ from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import is_strided, replace_leaves, tensors_in
 from shoal.numerics.outputs import microbatch_loss
 from shoal.parallel.experts.blocks import expert_blocks
+from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
@@ -58,6 +59,9 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
         job = with_grains(job)
         batch = Batches(job)
 
+        def make() -> nn.Module:
+            return adapted(job.model())  # type: ignore[no-any-return]
+
         def of(model: Model) -> Profile:
             return profile(
                 model,
@@ -70,17 +74,17 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
                 optimizer=job.optimizer,
             )
 
-        outline = outlined(job.model)
+        outline = outlined(make)
         if lazy_names(outline):  # parameters whose shapes only a forward determines
             with generators_kept():
-                return of(whole(job.model(), job))
+                return of(whole(make(), job))
         try:
-            return of(job.model)
+            return of(make)
         except Exception as error:
             if not is_small(outline):
                 raise  # drawing its initial weights alone would take minutes
             try:
-                model, _ = deferred(job.model, job.seed)  # for constructors that read tensor values
+                model, _ = deferred(make, job.seed)  # for constructors that read tensor values
             except Exception:
                 raise error from None
             return of(model)

@@ -355,7 +355,7 @@ def outline(job: Job) -> nn.Module | None:
         with construction(), unwrapped(), warnings.catch_warnings():
             # A model() that loads a state dict loads nothing here, and all of it in the run.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-            model = job.model()
+            model = adapted(job.model())
         if lazy_names(model):  # their shapes need a forward with values
             with generators_kept():
                 model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
