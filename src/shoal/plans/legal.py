@@ -357,12 +357,24 @@ CLOSURE: tuple[Rule, ...] = (
     ),
 )
 
+# Plans that a search leaves out for models with sparse gradients. A run on such a layout has dense ones, or refuses it.
+SPARSE: tuple[Rule, ...] = tuple(
+    Rule(
+        lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
+        (f"layout.{axis}",),
+        "gradients of nn.Embedding(sparse=True) stay sparse on data ranks alone",
+        f"layout.{axis} = 1 and a larger data axis, or sparse=False",
+    )
+    for axis in ("shard", "tensor", "pipeline", "context")
+)
+
 
 def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
     """Yield this plan's conflicts, with `facts` also those with the job's loss and optimizer."""
     of_job = (*(GLOBAL_LOSS if facts and facts.has_global_loss else ()),)
     of_job += (*(GLOBAL_NORM if facts and facts.has_global_norm else ()),)
     of_job += (*(CLOSURE if facts and facts.has_closure else ()),)
+    of_job += (*(SPARSE if facts and facts.has_sparse else ()),)
     for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ()), *of_job):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
@@ -422,6 +434,7 @@ class ModelFacts:
     has_global_loss: bool = False  # whether the job's loss sees the outputs of the global batch
     has_global_norm: bool = False  # whether its batch norms see the global batch
     has_closure: bool = False  # whether the job's optimizer computes the loss several times in a step
+    has_sparse: bool = False  # whether a search is for layouts in which sparse gradients stay sparse
 
     @property
     def most_stages(self) -> int | None:

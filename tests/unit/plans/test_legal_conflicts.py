@@ -145,3 +145,11 @@ def test_an_optimizer_with_a_closure_excludes(sections: dict[str, dict[str, Any]
     assert len(keys) == len(conflicts(plan, FACTS)) + 1
     for legal in ({"layout": {"data": 2}}, {"execution": {"exact": True}}, {"execution": {"compile": "default"}}):
         assert not conflicts(Plan().with_sections(**legal), replace(FACTS, has_closure=True))
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline", "context"])
+def test_a_search_for_sparse_gradients_leaves_out(axis: str) -> None:
+    plan = Plan().with_sections(layout={axis: 2})
+    found = [c for c in conflicts(plan, replace(FACTS, has_sparse=True)) if c not in conflicts(plan, FACTS)]
+    assert [conflict.key for conflict in found] == [f"layout.{axis}"]
+    assert not conflicts(Plan().with_sections(layout={"data": 2}), replace(FACTS, has_sparse=True))

@@ -21,6 +21,7 @@ from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.outputs import GrainOutputs, widened_leaf
+from shoal.parallel.data.sparse_rows import sparse_parameters
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
@@ -93,7 +94,11 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     optimizer = _outlined_optimizer(job, model)
     has_closure = optimizer is not None and needs_closure(optimizer)
     facts = replace(
-        facts, has_global_loss=has_global_loss, has_closure=has_closure, has_global_norm=job.batch_norm == "batch"
+        facts,
+        has_global_loss=has_global_loss,
+        has_closure=has_closure,
+        has_global_norm=job.batch_norm == "batch",
+        has_sparse=model is not None and bool(sparse_parameters(model)),
     )
     # Why this machine cannot shard gradients and parameters; the releases of other machines are unknown.
     lacking = torch_release.missing() if cluster_name == "here" else ""
