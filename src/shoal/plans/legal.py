@@ -212,19 +212,26 @@ CONFLICTS: tuple[Rule, ...] = (
 )
 
 
-def _of_whole_batch(option: str) -> tuple[Rule, ...]:
-    """Return the refusals for a job with an option by which ranks meet within a step, about samples of all of them."""
-    axes = tuple(
+def _without_axes(
+    conflict: str, larger: str, axes: tuple[str, ...] = ("shard", "tensor", "pipeline", "context", "expert")
+) -> tuple[Rule, ...]:
+    """Return rules that exclude these axes in favour of larger ones."""
+    return tuple(
         Rule(
             lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
-            f"{option} needs the whole model on each rank, of which a {axis} axis gives a rank a part",
-            f"layout.{axis} = 1 and a larger data or shard axis",
+            conflict,
+            f"layout.{axis} = 1 and a larger {larger}",
         )
-        for axis in ("tensor", "pipeline", "context", "expert")
+        for axis in axes
     )
+
+
+def _of_whole_batch(option: str) -> tuple[Rule, ...]:
+    """Return the refusals for a job with an option by which ranks meet within a step, about samples of all of them."""
+    needs = f"{option} needs the whole model on each rank, of which this axis gives a rank a part"
     return (
-        *axes,
+        *_without_axes(needs, "data or shard axis", ("tensor", "pipeline", "context", "expert")),
         Rule(
             lambda plan: plan.serves,
             ("server.mode",),
@@ -322,14 +329,8 @@ _AGAIN = "the optimizer's step computes the loss again"
 
 # Refusals of plans for optimizers that compute the loss several times in a step.
 CLOSURE: tuple[Rule, ...] = (
-    *(
-        Rule(
-            lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
-            (f"layout.{axis}",),
-            f"{_AGAIN}, and needs all parameters and their update on each rank; a {axis} axis divides them",
-            f"layout.{axis} = 1 and a larger data axis",
-        )
-        for axis in ("shard", "tensor", "pipeline", "context", "expert")
+    *_without_axes(
+        f"{_AGAIN}, and needs all parameters and their update on each rank; this axis divides them", "data axis"
     ),
     Rule(
         lambda plan: plan.serves,
@@ -358,15 +359,7 @@ CLOSURE: tuple[Rule, ...] = (
 )
 
 # Plans that a search leaves out for models with sparse gradients. A run on such a layout has dense ones, or refuses it.
-SPARSE: tuple[Rule, ...] = tuple(
-    Rule(
-        lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
-        (f"layout.{axis}",),
-        "gradients of nn.Embedding(sparse=True) stay sparse on data ranks alone",
-        f"layout.{axis} = 1 and a larger data axis, or sparse=False",
-    )
-    for axis in ("shard", "tensor", "pipeline", "context")
-)
+SPARSE = _without_axes("gradients of nn.Embedding(sparse=True) stay sparse on data ranks alone", "data axis")
 
 
 def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
