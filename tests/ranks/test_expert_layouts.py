@@ -13,6 +13,7 @@ from tests.launching import JOBS, Run, run
 from tests.usual import parametrize
 
 import shoal
+from shoal.errors import JobError
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge_traces
@@ -34,12 +35,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "ZeRO-3 x 2, expert 2": ("listed", {"layout": {"data": 2, "shard": 2, "expert": 2}}),
     "tensor 2, expert 2": ("listed", {"layout": {"tensor": 2, "expert": 2}}),
     "tensor 2 x data 2, expert 4": ("stacked", {"layout": {"tensor": 2, "data": 2, "expert": 4}}),
+    "pipeline 2 x data 2, expert 2": (
+        "stacked",
+        {"layout": {"pipeline": 2, "data": 2, "expert": 2}, "batch": {"grains_per_microbatch": 1}},
+    ),
+    "zero bubble x ZeRO-3, expert 2": (
+        "stacked",
+        {
+            "layout": {"pipeline": 2, "shard": 2, "expert": 2},
+            "batch": {"grains_per_microbatch": 1},
+            "pipeline": {"schedule": "zero_bubble"},
+        },
+    ),
+    "context 2, expert 2": ("stacked", {"layout": {"context": 2, "expert": 2}}),
     "Mixtral, bf16": ("mixtral", {"layout": {"data": 2, "expert": 2}, "precision": {"compute": "bfloat16"}}),
     "recomputed": ("stacked", {"layout": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}}),
 }
 
 
-@parametrize("name", LAYOUTS, usual=["data 4, expert 2", "ZeRO-3 x 2, expert 2", "tensor 2 x data 2, expert 4"])
+@parametrize("name", LAYOUTS, usual=["data 4, expert 2", "ZeRO-3 x 2, expert 2", "pipeline 2 x data 2, expert 2"])
 def test_verified(name: str, tmp_path: Path) -> None:
     model, sections = LAYOUTS[name]
     job = experts.job(model)
@@ -49,6 +63,13 @@ def test_verified(name: str, tmp_path: Path) -> None:
     assert verdict.verified, verdict.render()
     names = {check.name for check in verdict.checks if check.phase == "reduction"}
     assert any("experts" in name for name in names), names
+
+
+def test_a_list_of_experts_beside_a_context_axis_is_refused(tmp_path: Path) -> None:
+    job = experts.job("listed")
+    plan = judged(job, shoal.Plan().with_sections(layout={"context": 2, "expert": 2})).plan
+    with pytest.raises(JobError, match="divides stacked experts alone"):
+        trace_forked(lambda: job, plan, tmp_path, 1)
 
 
 def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:

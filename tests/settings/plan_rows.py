@@ -99,12 +99,6 @@ LAYOUT: Table = {
     "layout.expert: exact": refused(
         "bits are fixed along the data axis", "experts", layout={"data": 2, "expert": 2}, execution={"exact": True}
     ),
-    **{
-        f"layout.expert: with {axis}": refused(
-            f"not beside a {axis} axis", "experts", layout={"data": 2, axis: 2, "expert": 2}
-        )
-        for axis in ("pipeline", "context")
-    },
     "layout.shares": Acts(layout(2, data=2, shares=(5, 3)), TWO, forwards),
     "layout.shares: of another number of ranks": refused(
         "each rank that divides grains", layout={"data": 2, "shares": [5, 3, 1]}

@@ -73,13 +73,20 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
         return_freed_memory()
     _refuse_complex(model, plan)
     axes = _Axes(source, plan, mesh, precision, model, expert_blocks(model) if plan.layout.expert > 1 else ())
+    listed = next((block.name for block in axes.blocks if block.listed), None)
+    if listed is not None and plan.layout.context > 1:
+        raise JobError(
+            given=f"layout.context = {plan.layout.context} with layout.expert, and the ModuleList of experts {listed}",
+            conflict="beside a context axis this version divides stacked experts alone",
+            remedy="use layout.context = 1 or layout.expert = 1, or experts with stacked weights",
+        )
     axes.division.hooks = hooks = ParameterHooks(model)
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
         if plan.layout.tensor > 1:
             axes.tensor(values.whole)
         if plan.layout.expert > 1:
-            axes.experts()
+            axes.experts(sequences)
         refuse_hooks(hooks, axes.division.parts, plan)
         if sequences is not None:
             axes.context(sequences)
@@ -189,8 +196,8 @@ class _Axes:
         rows = num_samples(subject.batch) or 1
         division.sends = functools.partial(tensor_traffic, plan, known, rows, axis.degree)
 
-    def experts(self) -> None:
-        """Leave this rank its experts of each mixture.
+    def experts(self, sequences: ContextPlan | None) -> None:
+        """Leave this rank its experts of each mixture. Raises: JobError for experts of whole sequences.
 
         Collective: none here; forwards and backwards exchange tokens within the expert group.
         """
@@ -201,6 +208,13 @@ class _Axes:
         axis = TensorAxis(size, mesh.rank % size, mesh.group(EXPERT))
         tensor = TensorAxis.of(mesh) if mesh.layout.tensor > 1 else None
         for block in self.blocks:
+            if sequences is not None and not set(block.parameters) <= set(sequences.partial):
+                raise JobError(
+                    given=f"layout.context with layout.expert, and the experts {block.name}",
+                    conflict="they compute whole sequences on each rank of the context axis, so each token would be "
+                    "sent several times",
+                    remedy="hold the blocks with these experts in an nn.ModuleList, or use layout.context = 1",
+                )
             division.experts.update(block.parameters)
             each = block.count // size
             first, last = axis.place * each, (axis.place + 1) * each
@@ -239,7 +253,7 @@ class _Axes:
             followers=followers,
         )
         messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, through_host=mesh.through_host)
-        alone = mesh.layout.tensor * mesh.layout.context == 1
+        alone = mesh.layout.tensor * mesh.layout.context * mesh.layout.expert == 1
         units = StageUnits(self.model, {}, keep=False, late=False)  # none: nothing is cut over the shard axis yet
         pipeline = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)
         parameters = {name for name, _ in self.model.named_parameters()}

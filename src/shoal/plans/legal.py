@@ -142,15 +142,6 @@ CONFLICTS: tuple[Rule, ...] = (
         "the exchange of tokens has sizes that the host reads in each layer, which a compiled block cannot do",
         'execution.compile = "none", or layout.expert = 1',
     ),
-    *(
-        Rule(
-            lambda plan, axis=axis: is_wide(plan, "expert") and is_wide(plan, axis),  # type: ignore[misc]
-            ("layout.expert", f"layout.{axis}"),
-            f"this version divides experts over data, shard and tensor ranks, and not beside a {axis} axis",
-            f"layout.expert = 1, or layout.{axis} = 1 and a larger data, shard or tensor axis",
-        )
-        for axis in ("pipeline", "context")
-    ),
     Rule(
         lambda plan: is_wide(plan, "expert") and is_wide(plan, "tensor") and plan.tensor.sequence,
         ("layout.expert", "tensor.sequence"),

@@ -266,14 +266,6 @@ EXCLUDED = (
             "layout.expert = 2, tensor.sequence = true",
             "tensor.sequence = false, or layout.expert = 1",
         ),
-        *(
-            (
-                of(layout={"data": 2, "expert": 2, axis: 2}, batch={"grains_per_microbatch": 1}),
-                f"layout.expert = 2, layout.{axis} = 2",
-                f"layout.expert = 1, or layout.{axis} = 1",
-            )
-            for axis in ("pipeline", "context")
-        ),
     ]
     + [
         (

@@ -224,9 +224,13 @@ class ModelDivision:
     experts: set[str] = field(default_factory=set)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
-        """Record that the gradients of `names` are also partial over `axis`."""
+        """Record that the gradients of `names` are also partial over `axis`.
+
+        Those of experts are not: they contain the tokens of their whole group. Equal stages have copies of them.
+        """
         for name in names:
-            self.partial[name] = (*self.partial.get(name, ()), axis)
+            if axis == "pipeline" or name not in self.experts:
+                self.partial[name] = (*self.partial.get(name, ()), axis)
 
 
 def replaced(name: str) -> JobError:
