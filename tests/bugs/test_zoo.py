@@ -36,7 +36,7 @@ def test_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # What one copy has of its own is in the table already; and its initial values are rank 0's, since there are no others.
-DIVIDED = {"shard", "pipeline", "memory", "expert"}
+DIVIDED = {"shard", "tensor", "pipeline", "memory", "expert"}
 ON_DATA = [name for name, bug in ZOO.items() if not DIVIDED & {*bug.sections, *bug.sections.get("layout", {})}]
 ON_DATA.remove("initial values by rank")
 

@@ -28,13 +28,14 @@ from shoal.data import loader
 from shoal.data.order import Order
 from shoal.distributed.mesh import Mesh
 from shoal.jobs.job import Progress
-from shoal.numerics import grain_randomness
+from shoal.numerics import float8, grain_randomness
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums
 from shoal.parallel.data.replicated import DataParallel, GradientBuckets
 from shoal.parallel.experts.exchange import _Exchange, _RoutedExperts
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.update_division import ShardedOptimizer
+from shoal.parallel.tensor import tensor_parallel
 from shoal.training.microbatch.evaluation import Evaluator
 from shoal.training.microbatch.step import LossComputer
 from shoal.training.update import optimizer_step
@@ -506,7 +507,49 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return self.inputs[i] + torch.randn(6) * 0.1 + float(np.random.rand()) * 0.1, self.labels[i]
 
 
+class Outlying(nn.Module):
+    """Two blocks of wide layers. The first features between them are `outlier` times as large as all others."""
+
+    def __init__(self, outlier: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 128, bias=False), nn.Linear(128, 3)
+        self.blocks = nn.ModuleList(cases.WideLayers() for _ in range(2))
+        with torch.no_grad():
+            for block in self.blocks:
+                block.up.weight[:8] *= outlier
+                block.down.weight[:, :8] /= outlier
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.first(inputs)
+        for block in self.blocks:
+            x = F.normalize(block(x), dim=-1)
+        found: Tensor = self.last(x)
+        return found
+
+
+def samples_of_many_sizes() -> tuple[Tensor, Tensor]:
+    """The vectors, of which each is 2^20 times as long as the one before, again and again by four."""
+    inputs, labels = vectors(96)
+    return inputs * 2.0 ** (20 * (torch.arange(96) % 4 - 2))[:, None], labels
+
+
+def local_scales(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tensor_parallel, "cut_float8", lambda *layer, **over: None)
+
+
+def rounded_by(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Changes the sizes by which float8 values are scaled."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = float8._rounded
+        patch.setattr(float8, "_rounded", lambda values, largest: original(values, change(largest)))
+
+    return plant
+
+
 dropping = partial(job, model=cases.dropping)
+outlying = partial(job, model=partial(Outlying, 2.0**24), eval_data=None, metrics={})
+of_many_sizes = partial(job, model=partial(Outlying, 1.0), train_data=samples_of_many_sizes, eval_data=None, metrics={})
 normalised = partial(job, model=cases.convolutions, train_data=partial(cases.images, 100), eval_data=None, metrics={})
 two_epochs = partial(job, train_data=partial(vectors, 32), length=shoal.Epochs(2))
 tied = partial(language, optimizer=partial(cases.sgd))
@@ -580,6 +623,31 @@ ZOO: dict[str, Bug] = {
     "one rank leaves a step out": Bug(one_rank_skips, "none known", "update", ".*"),
     "evaluation mode on one rank": Bug(evaluating_on_one_rank, "none known", "forward", "2", dropping),
     "samples evaluated twice": Bug(evaluates_twice, "Lightning #2398", "metrics", "samples"),
+    "float8 scales of a rank's own features": Bug(
+        local_scales,
+        "torchtitan #3109",
+        "forward",
+        "blocks.1.*",
+        outlying,
+        {**cases.FP8, "layout": {"tensor": 2}},
+        ranks=1,
+    ),
+    "float8 scale of a whole tensor": Bug(
+        rounded_by(lambda largest: largest.max().expand_as(largest)),
+        "torchao, recipe tensorwise",
+        "forward",
+        "blocks.1.*",
+        of_many_sizes,
+        cases.FP8,
+    ),
+    "float8 cast beyond the largest value": Bug(
+        rounded_by(lambda largest: largest / 4.0),
+        "PyTorch's cast on CPUs",
+        "forward",
+        "blocks.0.*",
+        outlying,
+        cases.FP8,
+    ),
     "metrics averaged over ranks": Bug(mean_of_metrics, "Accelerate #287", "metrics", ".*"),
     "a token sent twice": divided(on_results(first_token_twice), "none known", "forward", f"{MIXTURE}.*"),
     "junk rows read": divided(on_results(last_token_junk), "transformers #48205", "forward", f"{MIXTURE}.*"),

@@ -163,6 +163,18 @@ class AttentionBlock(nn.Module):
         return out
 
 
+class WideLayers(nn.Module):
+    """Two wide layers: [B, 128] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
 class Blocks(nn.Module):
     """A stack of blocks over tokens, int64 [B, T] -> [B, T, V], its activations computed again where `recompute`."""
 

@@ -27,6 +27,7 @@ from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
 from shoal.planner.answer.display import Answer
 from shoal.planner.answer.outlook import (
+    FLOAT8_PAYS,
     Case,
     KindsOfDevices,
     Question,
@@ -53,7 +54,7 @@ from shoal.planner.search.search import (
     simplest,
 )
 from shoal.planner.search.space import Space, counts
-from shoal.plans.legal import ModelFacts
+from shoal.plans.legal import ModelFacts, conflicts
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.report.quantities import several
@@ -142,7 +143,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     def traced(other: Plan) -> Workload:
         return replace(work, profile=profile_job(job, other, device=device))
 
-    # A half precision that the device supports, if the plan is for float32.
+    # A half precision that the device supports, if the plan is for float32; float8, if it may pay.
     each = [kind.device.flops for kind in cluster.kinds or (cluster,)]
     halves = [
         name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if all(dtype in flops for flops in each)
@@ -155,6 +156,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
             return replace(case, work=traced(other), space=replace(case.space, base=other))
 
         precise = halves[0], in_half
+    elif base == apply_wishes(base, Wishes(precision="bf16"), from_file=False) and all("float8" in f for f in each):
+        float8 = apply_wishes(base, Wishes(precision="fp8"), from_file=False)
+        if profile.num_parameters >= FLOAT8_PAYS and not conflicts(float8):
+            precise = "fp8", lambda: replace(case, space=replace(case.space, base=float8))
     return Question(case, num_steps, grains.why, tokens, precise, traced)
 
 

@@ -16,7 +16,14 @@ from rich.text import Text
 
 from shoal.hardware.values import Device
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
-from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND, SearchResult, mode, operators, unaligned_products
+from shoal.planner.answer.outlook import (
+    FLOAT8_PAYS,
+    STORAGE_BYTES_PER_SECOND,
+    SearchResult,
+    mode,
+    operators,
+    unaligned_products,
+)
 from shoal.planner.predict.mixed import devices_of
 from shoal.planner.predict.workload import ANY, ITEMSIZE, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.profile.values import OperationKind
@@ -405,6 +412,12 @@ def hints(answer: SearchResult) -> list[str]:
     # Float32 products in a 16-bit plan. Autocast casts a fixed list of operators and no others:
     # docs.pytorch.org/docs/stable/amp.html.
     precision = chosen.plan.precision
+    if precision.products != "same":
+        size = case.work.profile.num_parameters
+        if precision.products != "float8_rows" or any("float8" not in kind.device.flops for kind in case.kinds):
+            lines.append(f'precision.products = "{precision.products}" saves no time here: no kernel multiplies it')
+        elif size < FLOAT8_PAYS:
+            lines.append(f"float8 pays from about 1 B parameters, and this model has {size / 1e6:,.0f} M")
     if ITEMSIZE[precision.compute] == ITEMSIZE["bfloat16"] and precision.parameters == "float32":
         wide, whole = defaultdict[str, float](float), 0.0
         for operation in (o for unit in case.work.profile.units for o in unit.body.operations):

@@ -64,6 +64,8 @@ PAYS = 0.5
 _MOST_KINDS = 5  # kinds of devices of which every choice is searched
 _UNEVEN = 1.5  # rows of the busiest expert rank over the mean, in the answer's table of changes
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
+# Smallest number of parameters from which float8 is suggested: below, published runs show no gain.
+FLOAT8_PAYS = 1_000_000_000
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
 
@@ -90,7 +92,10 @@ class Case:
         execution = self.space.base.execution
         fuses = execution.compile != "none"
         queued = _QUEUED_SECONDS + (_REGION_SECONDS if fuses else 0.0)
-        return self.program or Program(fuses=fuses, host_seconds=_REPLAYED_SECONDS if execution.cuda_graph else queued)
+        own = Program(fuses=fuses, host_seconds=_REPLAYED_SECONDS if execution.cuda_graph else queued)
+        if self.space.base.precision.products == "float8_rows":  # blocks have no kernel
+            own = replace(own, layers="float8", scales_anew=True, wide_weights=True)
+        return self.program or own
 
     @property
     def own_cluster(self) -> Cluster:
@@ -266,7 +271,8 @@ def sensitivity(
         precision, other = precise
         plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
         changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
-        if "tf32" in case.cluster.device.flops and not case.own_program.fast_float32:
+        is_wide = case.space.base.precision.compute == "float32"
+        if is_wide and "tf32" in case.cluster.device.flops and not case.own_program.fast_float32:
             changes.append(predicted(replace(case, program=replace(case.own_program, fast_float32=True)), TF32))
     modes = ((in_mode(case, chosen.plan, name), words) for name, (_, words) in MODES.items())
     optional = [predicted(other, words) for other, words in modes if other is not None]

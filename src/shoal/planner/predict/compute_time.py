@@ -238,6 +238,7 @@ class DeviceModel:
     fast_convolutions: bool = False  # float32 convolutions on tensor cores as tf32
     channels_first: bool = False  # memory format of images; tensor cores multiply channels last
     scales_anew: bool = False  # see `Program.scales_anew`
+    wide_weights: bool = False  # see `Program.wide_weights`
     _distinct: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
     _whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
     _undivided: dict[tuple[Body, float], list[Cost | None]] = field(default_factory=dict, compare=False, repr=False)
@@ -428,7 +429,8 @@ class DeviceModel:
             operations = tuple(replace(o, rows=()) if o.rows else o for o in fused(operations))
         if not body.repeated or self.layers is None or self.layers not in self.device.flops:
             return operations
-        return (replace(o, dtype=self.layers) if is_layer(o) else o for o in operations)
+        wide = Phase.BACKWARD_WEIGHT if self.wide_weights else None
+        return (replace(o, dtype=self.layers) if is_layer(o) and o.phase is not wide else o for o in operations)
 
 
 def _inside(taps: int, width: int, stride: int, padding: int) -> float:

@@ -480,6 +480,7 @@ class Staging:
             program.fast_convolutions and device.kind == "gpu",
             program.channels_first and not channels_last and device.kind == "gpu",
             program.scales_anew,
+            program.wide_weights,
         )
 
     def model(self, ranks: Ranks) -> CutModel:

@@ -78,6 +78,7 @@ class Program:
     layers: str | None = None  # float8 or float4: layers of repeated blocks are cast before they multiply
     keeps_cast: bool = False  # a cast layer saves its cast input for the backward
     scales_anew: bool = False  # a cast reads the tensor's largest element first; the backward casts the input again
+    wide_weights: bool = False  # gradients of cast layers' weights stay in the dtype of the compute
     # What selective recomputation keeps: products | alternate_products (attention and every second) | all_but_attention
     selective: str = "products"
     cut: str = "balanced"  # or "equal" blocks, or `thresholds`

@@ -134,6 +134,15 @@ def test_an_answer_says_first_what_unaligned_products_cost_and_what_padding_brin
     assert len(told) == 2
 
 
+def test_a_plan_in_float8_is_predicted_with_the_weights_gradients_in_16_bits() -> None:
+    case = with_vocabulary(50_264).question.case
+    programs = []
+    for products in ("same", "float8_rows", "float8_blocks"):
+        base = case.space.base.with_sections(precision={"compute": "bfloat16", "products": products})
+        programs.append(replace(case, space=replace(case.space, base=base)).own_program)
+    assert [(one.layers, one.wide_weights) for one in programs] == [(None, False), ("float8", True), (None, False)]
+
+
 def test_an_answer_is_silent_on_rows_that_cost_little() -> None:
     assert unaligned(with_vocabulary(50_264)) is None
     assert unaligned(with_vocabulary(50_257, unaligned=1.0)) is None

@@ -156,6 +156,9 @@ def test_layers_of_blocks_are_cast_where_the_device_multiplies_fewer_bits():
     ways = [replace(layer, phase=phase) for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)]
     found = [cost.device for cost in anew.each(Body(tuple(ways), repeated=True), Share(1))]
     assert found == pytest.approx([1e-3 + 5e6 / 1e12, 1e-3 + 3e6 / 1e12, 1e-3 + 8e6 / 1e12])
+    partly = DeviceModel(device, layers="float8", scales_anew=True, wide_weights=True)  # the weight's gradient is not
+    last = [cost.device for cost in partly.each(Body(tuple(ways), repeated=True), Share(1))]
+    assert last == pytest.approx([*found[:2], 2e-3])
     older = DeviceModel(replace(device, flops={"bfloat16": 1e12}), layers="float8")
     (wide,) = older.each(Body((layer,), repeated=True), Share(1))
     assert wide.device == pytest.approx(2e-3)
