@@ -567,6 +567,7 @@ class StateShape:
 _STATES = {
     "Adam": StateShape(2, 4),
     "AdamW": StateShape(2, 4),
+    "SparseAdam": StateShape(2, 0),
     "NAdam": StateShape(2, 8),
     "RAdam": StateShape(2, 4),
     "Adamax": StateShape(2, 4),

@@ -113,6 +113,7 @@ def test_state_of_torchs_optimizers(make: Any) -> None:
 
 def test_an_optimizer_that_nobody_knows_is_not_guessed() -> None:
     assert state_shape("Adafactor") is None
+    assert state_shape("SparseAdam") == StateShape(2, 0)  # its step is a number, and its moments are dense
 
     class Own(torch.optim.SGD):
         pass
