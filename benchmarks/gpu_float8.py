@@ -1,7 +1,7 @@
 """Claim: none yet: linear layers in float8 with one scale a tensor, by hand, which a part of `scripts/gpu` times.
 
-Repeat with `scripts/gpu --parts float8` on a machine with a GPU. shoal itself has no float8: the part says whether it
-would pay on a model of 1 B parameters.
+Repeat with `scripts/gpu --parts float8` on a machine with a GPU. shoal's own layers in float8 have scales of
+rows (`--precision fp8`); the part says what scales of whole tensors would bring on a model of 1 B parameters.
 """
 
 from __future__ import annotations
