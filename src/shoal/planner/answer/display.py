@@ -271,7 +271,7 @@ def kinds_in_words(answer: SearchResult) -> list[list[str]]:
             change = one.best.seconds / answer.chosen.seconds - 1.0
             how = "chosen" if one.names == chosen else f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'}"
             if how != "chosen" and change < 0 and answer.choice.aim.name == "fastest":
-                how += ", less than a prediction can tell"
+                how += " (within the error)"
             words += [f": {seconds(one.best.seconds)} a step", f", {how}", f", {layout_name(one.best.plan)}"]
         lines.append(words)
     return lines
