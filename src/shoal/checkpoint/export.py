@@ -91,6 +91,13 @@ def export(
         adapter = read_json(config / ADAPTER_NAMES) if config is not None else None
         names = adapter if adapter is not None else {key: key for key in sorted(weights.once().values())}
         dtypes = {name: weights.dtype(key) for name, key in names.items()}
+        packed = next((n for n in names if n.endswith(".absmax") and not dtypes[n].is_floating_point), None)
+        if packed is not None:
+            raise RunDirectoryError(
+                given=f"an export of {packed.removesuffix('.absmax')}, which bitsandbytes has quantized",
+                conflict="no other program reads the packed weights and scales as the run's checkpoints have them",
+                remedy="train an adapter of peft on it, and export that",
+            )
         if form.dtype is not None:
             dtypes = {name: form.dtype if dtype.is_floating_point else dtype for name, dtype in dtypes.items()}
         sizes = {n: dtypes[n].itemsize * torch.Size(weights.shape(key)).numel() for n, key in names.items()}

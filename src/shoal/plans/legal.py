@@ -206,12 +206,12 @@ CONFLICTS: tuple[Rule, ...] = (
 def _without_axes(
     conflict: str, larger: str, axes: tuple[str, ...] = ("shard", "tensor", "pipeline", "context", "expert")
 ) -> tuple[Rule, ...]:
-    """Return rules that exclude these axes in favour of larger ones."""
+    """Return rules that exclude these axes in favour of larger ones. `conflict` may name the axis as {axis}."""
     return tuple(
         Rule(
             lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
-            conflict,
+            conflict.format(axis=axis),
             f"layout.{axis} = 1 and a larger {larger}",
         )
         for axis in axes
@@ -220,7 +220,7 @@ def _without_axes(
 
 def _of_whole_batch(option: str) -> tuple[Rule, ...]:
     """Return the refusals for a job with an option by which ranks meet within a step, about samples of all of them."""
-    needs = f"{option} needs the whole model on each rank, of which this axis gives a rank a part"
+    needs = f"{option} needs the whole model on each rank, of which the {{axis}} axis gives a rank a part"
     return (
         *_without_axes(needs, "data or shard axis", ("tensor", "pipeline", "context", "expert")),
         Rule(
@@ -321,7 +321,7 @@ _AGAIN = "the optimizer's step computes the loss again"
 # Refusals of plans for optimizers that compute the loss several times in a step.
 CLOSURE: tuple[Rule, ...] = (
     *_without_axes(
-        f"{_AGAIN}, and needs all parameters and their update on each rank; this axis divides them", "data axis"
+        f"{_AGAIN}, and needs all parameters and their update on each rank; the {{axis}} axis divides them", "data axis"
     ),
     Rule(
         lambda plan: plan.serves,

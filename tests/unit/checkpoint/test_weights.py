@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.checkpoint.export import ExportFormat, export
 from shoal.checkpoint.pieces import described, index, share
 from shoal.checkpoint.store import Snapshot, Store
+from shoal.checkpoint.weights import CheckpointWeights, find
 from shoal.distributed.mesh import alone
 from shoal.errors import JobMismatchError, RunDirectoryError
 from shoal.parallel.model.sharded_model import ShardedModel, key_names
@@ -127,3 +129,14 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     save(Net(), tmp_path)
     with pytest.raises(RunDirectoryError, match="that is the checkpoint of step 7"):
         shoal.load(tmp_path / "step-00000007", step=8)
+
+
+def test_quantized_weights_are_no_export(tmp_path: Path) -> None:
+    """Their packed values and scales are shoal's own."""
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.uint8), requires_grad=False)
+    model.absmax = nn.Parameter(torch.zeros(3, 1, dtype=torch.int32), requires_grad=False)
+    weights = CheckpointWeights(find(save(model, tmp_path / "run")))
+    with pytest.raises(RunDirectoryError, match="quantized"):
+        export(weights, tmp_path / "out", ExportFormat(1 << 30))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
