@@ -133,9 +133,9 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 def test_quantized_weights_are_no_export(tmp_path: Path) -> None:
     """Their packed values and scales are shoal's own."""
-    model = nn.Linear(4, 3, bias=False)
-    model.weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.uint8), requires_grad=False)
-    model.absmax = nn.Parameter(torch.zeros(3, 1, dtype=torch.int32), requires_grad=False)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    model[0].weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.uint8), requires_grad=False)
+    model[0].absmax = nn.Parameter(torch.zeros(3, 1, dtype=torch.int32), requires_grad=False)
     weights = CheckpointWeights(find(save(model, tmp_path / "run")))
     with pytest.raises(RunDirectoryError, match="quantized"):
         export(weights, tmp_path / "out", ExportFormat(1 << 30))
