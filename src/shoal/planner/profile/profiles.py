@@ -163,36 +163,32 @@ def profile(
         notes = (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
     few, more = (sum(t.nbytes for t in tensors_in(batch(n))) for n in (2, 4))
     read = ["computed with numbers, because the model looks at them"] if tracer.values == "all" else []
-    result = assembled(
-        tracer.model,
-        traces,
-        division,
-        cost,
-        sample_bytes=round((more - few) / 2),
-        notes=read,
-        experts=expert_blocks(tracer.model),
-    )
+    experts = expert_blocks(tracer.model)
+    size = round((more - few) / 2)
+    result = assembled(tracer.model, traces, division, cost, sample_bytes=size, notes=read, experts=experts)
     tables = (
         f"{name}: predicted with a dense gradient of {num_bytes / 1e6:,.0f} MB; on data ranks it is sparse, and its "
         "memory and traffic grow with the rows that a step touches"
         for name, num_bytes in tracer.tables.items()
     )
-    return replace(result, notes=(*result.notes, *notes, *tables, *_undivided(tracer.model, division)))
+    divided = {*division.dims, *(name for block in experts for name in block.parameters)}
+    alone = _undivided(tracer.model, divided) if division.dims else ()
+    return replace(result, notes=(*result.notes, *notes, *tables, *alone))
 
 
-def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:
-    """Return notes on modules of unknown classes with many undivided parameters, typically experts."""
+def _undivided(model: nn.Module, divided: set[str]) -> tuple[str, ...]:
+    """Return notes on modules of unknown classes with many parameters that neither tensor nor expert axis divides."""
     total = sum(p.numel() for p in model.parameters())
     counts: Counter[str] = Counter()
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
-        own = (p for p in module._parameters.values() if p is not None and names[id(p)] not in division.dims)
+        own = (p for p in module._parameters.values() if p is not None and names[id(p)] not in divided)
         if kind(module) is None:
             counts[type(module).__name__] += sum(p.numel() for p in own)
     return tuple(
         f"{name} is not divided by a tensor axis: {count:,} of {total:,} parameters"
         for name, count in counts.items()
-        if division.dims and count > _MUCH * total
+        if count > _MUCH * total
     )
 
 

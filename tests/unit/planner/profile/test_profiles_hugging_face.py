@@ -99,7 +99,7 @@ def test_masks_that_follow_from_shapes_are_those_of_a_run() -> None:
     assert {o.flops.per_sample for o in attention if o.name == "attention"} == {2.0 * length * length * width}
 
 
-def test_experts_are_not_divided_and_multiply() -> None:
+def test_experts_are_not_cut_and_multiply() -> None:
     settings = {**TINY, **FAMILIES["Mixtral"]}
     found = profile(built("Mixtral", **settings), next_token, batch)
     experts = [w for unit in found.units for w in unit.body.weights if "experts" in w.name]
@@ -116,6 +116,4 @@ def test_experts_are_not_divided_and_multiply() -> None:
     assert sum(o.flops.per_sample for o in body.operations if o.of_experts and o.phase == "forward") == sum(
         o.flops.per_sample for o in products
     )
-    held = sum(w.numel for w in experts)
-    text = f"MixtralExperts is not divided by a tensor axis: {held:,} of {found.num_parameters:,} parameters"
-    assert text in found.notes
+    assert not any("MixtralExperts" in note for note in found.notes)  # an expert axis divides them
