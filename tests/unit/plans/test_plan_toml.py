@@ -56,6 +56,7 @@ PLANS = st.fixed_dictionaries(
             {
                 "parameters": DTYPES,
                 "compute": DTYPES,
+                "products": literal("precision", "products"),
                 "reduce": DTYPES,
                 "loss_scale": st.sampled_from(["none", "dynamic"]) | st.floats(1e-300, 1e300),
             }

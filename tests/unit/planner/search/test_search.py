@@ -553,7 +553,7 @@ def test_nothing_fits_says_by_how_much() -> None:
 
 def test_a_model_without_heads_and_layers_is_divided_by_data_alone() -> None:
     space = Space(Plan(), ModelFacts(8, 4), (1, 2, 4))
-    assert {tuple(cut) for cut in space.cuts} == {(1, 1, 1)}
+    assert {tuple(cut) for cut in space.cuts} == {(1, 1, 1, 1)}
     assert [i.what for i in illegal(space)] == ["context > 1", "pipeline > 1"]
 
 
