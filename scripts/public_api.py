@@ -54,12 +54,12 @@ def read() -> dict[str, str]:
     return {name: signature for name, _, signature in pairs}
 
 
-def unnamed(names: list[str]) -> list[str]:
-    """Return the names that no fragment has: a class in any case, as `[layout]`, and a function as `shoal.run`."""
-    files = [path for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md"]
+def unnamed(names: list[str], folder: Path = ROOT / "changelog.d") -> list[str]:
+    """Return the names that no fragment has: a class as `Job` or `shoal.Job` in backticks, a function as shoal.run."""
+    files = [path for path in folder.glob("*.md") if path.name != "README.md"]
     fragments = " ".join(path.read_text(encoding="utf-8") for path in files)
-    words = {name: name if name[0].isupper() else f"shoal\\.{name}" for name in names}
-    return [name for name, word in words.items() if not re.search(rf"\b{word}\b", fragments, re.IGNORECASE)]
+    words = {name: rf"`(shoal\.)?{name}\b" if name[0].isupper() else rf"\bshoal\.{name}\b" for name in names}
+    return [name for name, word in words.items() if not re.search(word, fragments)]
 
 
 def main() -> None:
@@ -67,9 +67,8 @@ def main() -> None:
     now = signatures(shoal.__all__)
     missing = unnamed(changed(now, read()))
     if missing and FILE.exists():
-        raise SystemExit(
-            f"public_api: write a fragment in changelog.d/ that names {', '.join(missing)}, and repeat this"
-        )
+        words = ", ".join(f"`{name}`" if name[0].isupper() else f"`shoal.{name}`" for name in missing)
+        raise SystemExit(f"public_api: write a fragment in changelog.d/ that names {words}, and repeat this")
     FILE.write_text("".join(f"{name} {signature}\n" for name, signature in now.items()), encoding="utf-8")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 from scripts.public_api import ROOT, changed, read, signatures, unnamed
 
 import shoal
@@ -20,6 +22,19 @@ def test_a_changed_signature_is_found_and_needs_a_fragment() -> None:
     assert changed({name: text for name, text in now.items() if name != "Run.model"}, now) == ["Run"]
     assert changed(now | {"Quux": "()"}, now) == ["Quux"]
     assert unnamed(["Quux"]) == ["Quux"]
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("A job runs; `job.py` is no Job, and `Jobs` are not one.", ["Job", "run"]),
+        ("`Job(grains=3)` divides more evenly, see `run`.", ["run"]),
+        ("`shoal.run` takes a `shoal.Job`.", []),
+    ],
+)
+def test_a_fragment_names_a_class_in_backticks(text: str, missing: list[str], tmp_path: Path) -> None:
+    (tmp_path / "+one.change.md").write_text(text, "utf-8")
+    assert unnamed(["Job", "run"], tmp_path) == missing
 
 
 def test_install_lines_name_this_version() -> None:
