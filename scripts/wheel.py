@@ -2,7 +2,7 @@
 
 python scripts/wheel.py                    builds into dist/, and checks what the two files contain
 python scripts/wheel.py --try              also runs the job, with no more packages of this environment than required
-python scripts/wheel.py --python PYTHON    also runs it with PYTHON, of a environment with torch and scikit-learn
+python scripts/wheel.py --python PYTHON    also runs it with PYTHON, of an environment with torch and scikit-learn
 """
 
 from __future__ import annotations
