@@ -197,7 +197,10 @@ def difference(whole: nn.Module, axis: TensorAxis, mode: str) -> float:
     of_experts = {name: block for block in blocks for name in block.parameters}
     for name, parameter in whole.named_parameters():
         own = model.get_parameter(name)
-        if parameter.grad is None or own.is_meta:
+        if parameter.grad is None:  # not zero: optimizers skip it
+            assert own.grad is None or name not in of_experts, name
+            continue
+        if own.is_meta:
             continue
         found, wanted = apart.get(name, own.grad), parameter.grad
         if name not in of_experts:

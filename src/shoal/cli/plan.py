@@ -216,6 +216,12 @@ def configuration_for(answer: Answer, name: str) -> Emission:
             conflict=f"{target.title} gives devices of several kinds equal shares",
             remedy="leave --emit out, or give a cluster with one kind of devices",
         )
+    if space.base.precision.products != "same":
+        raise PlanError(
+            given=f'--emit {name} with precision.products = "{space.base.precision.products}"',
+            conflict=f"shoal writes no float8 keys for {target.title}",
+            remedy="write --precision bf16, or leave --emit out",
+        )
     facts = emit.Facts(
         case.work.global_batch,
         case.work.num_grains,

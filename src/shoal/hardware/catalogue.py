@@ -278,6 +278,19 @@ def joined(kinds: Sequence[Cluster], name: str, within: Link | None = None) -> C
             conflict="some of its devices are GPUs and others cores of CPUs, which do not train together",
             remedy="write a cluster of GPUs or one of CPUs",
         )
+    if repeated := next((kind for kind in kinds if sum(kind.name == other.name for other in kinds) > 1), None):
+        raise HardwareError(
+            given=f"cluster {name!r}",
+            conflict=f"two of its kinds have the name {repeated.name}",
+            remedy="write devices of one kind together, as 2x2xH100; or give each a name of its own, in a file",
+        )
+    several = next((place for place, kind in enumerate(kinds) if kind.num_hosts > 1), None)
+    if within is not None and several is not None:
+        raise HardwareError(
+            given=f"cluster {name!r} with [within] and kinds[{several}].num_hosts = {kinds[several].num_hosts}",
+            conflict="[within] says that one host has all kinds",
+            remedy="write num_hosts = 1, or leave [within] out",
+        )
     if within is not None:
         return replace(
             first, name=name, devices_per_host=sum(kind.num_devices for kind in kinds), num_hosts=1, within=within,
@@ -288,7 +301,7 @@ def joined(kinds: Sequence[Cluster], name: str, within: Link | None = None) -> C
             raise HardwareError(
                 given=f"cluster {name!r}",
                 conflict=f"the network of the hosts with {kind.device.name} is unknown",
-                remedy=f"write its speed in Gbit/s behind it, as {kind.name}@100Gb",
+                remedy="write its speed in Gbit/s behind a name, as 4xA100-80@100Gb, or [between] in a file",
             )
     slowest = min((kind.between for kind in kinds if kind.between is not None), key=lambda one: one.bytes_per_second)
     hosts = sum(kind.num_hosts for kind in kinds)

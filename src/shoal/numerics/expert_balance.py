@@ -29,8 +29,10 @@ def count_choices(model: nn.Module, rules: Mapping[str, str]) -> None:
         rates = [rate for pattern, rule in rules.items() if matches(pattern, name) and (rate := balance_rate(rule))]
         home, _, key = name.rpartition(".")
         router = model.get_submodule(home)
-        if not rates or COUNTS in router._buffers:
+        if not rates or hasattr(router, "balanced_bias"):
             continue
+        if hasattr(router, COUNTS):
+            raise _not_a_bias(name, f"is in a module that has a {COUNTS} of its own: rename that")
         if buffer.ndim != 1 or not buffer.is_floating_point():
             raise _not_a_bias(name, f"is {buffer.dtype} of shape {list(buffer.shape)}".replace("torch.", ""))
         router.register_buffer(COUNTS, torch.zeros_like(buffer, dtype=torch.int64), persistent=False)

@@ -18,6 +18,7 @@ from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, EXPERT, EXPERT_COPIES, Me
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
+from shoal.numerics.expert_balance import balanced_routers
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
@@ -79,6 +80,13 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
             given=f"layout.context = {plan.layout.context} with layout.expert, and the ModuleList of experts {listed}",
             conflict="beside a context axis this version divides stacked experts alone",
             remedy="use layout.context = 1 or layout.expert = 1, or experts with stacked weights",
+        )
+    balanced: Any = next(balanced_routers(model), None)
+    if balanced is not None and plan.layout.context > 1:
+        raise JobError(
+            given=f'layout.context = {plan.layout.context} with the rule "balance" of {balanced.balanced_bias[0]}',
+            conflict="a rank of the context axis counts the choices of its own positions alone",
+            remedy="use layout.context = 1",
         )
     axes.division.hooks = hooks = ParameterHooks(model)
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
@@ -327,14 +335,14 @@ def assemble(
             return ExactPart(sharded_model, parameters, TreeSum(num_grains, _flat(parameters, reduce)), mark)
         return FastPart(sharded_model, parameters, reduce, mark)
     experts = sharded_model.expert_parameters()
-    expert_sums = None
+    expert_sums, own_experts = None, set(map(id, experts))
     if experts:
         copies = mesh.layout.expert_copies()
         summing = None
         if len(copies[0]) > 1:
             summing = open_collective(plan.collectives.all_reduce, Team(mesh.group(EXPERT_COPIES), copies), mesh.device)
         expert_sums = GradientBuckets(experts, reduce, len(copies[0]), summing)
-        parameters = [p for p in parameters if all(p is not one for one in experts)]
+        parameters = [p for p in parameters if id(p) not in own_experts]
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
 
@@ -354,7 +362,7 @@ def assemble(
         return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan, collective=collective)
     division = UpdateDivision(sharded_model)
     if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
-        divided = [p for p in trained if all(p is not one for one in experts)]  # experts stay with their ranks
+        divided = [p for p in trained if id(p) not in own_experts]  # experts stay with their ranks
         division = ShardedOptimizer(sharded_model, parameters, mark, divided, plan.shard.sizes)
     rows = SparseRows(sparse, mesh, reduce)
     dense = [p for p in parameters if all(p is not one for one in sparse)]

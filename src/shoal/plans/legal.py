@@ -14,7 +14,18 @@ from typing import NamedTuple
 from shoal.errors import PlanError, nearest
 from shoal.plans.grains import UNEVEN, enough_grains, excess_of_shares, legal_data_degrees, share_sizes
 from shoal.plans.plan import AXES, Layout, Plan, degrees_in_use, divisors
-from shoal.plans.rules import CAPTURED, FLOAT8, WITHOUT_EFFECT, Conflict, Rule, is_compressed, is_wide, shown, value
+from shoal.plans.rules import (
+    CAPTURED,
+    FLOAT8,
+    WITHOUT_EFFECT,
+    Conflict,
+    Rule,
+    is_compressed,
+    is_wide,
+    shown,
+    value,
+    without,
+)
 
 
 def _pipelined(plan: Plan, *schedules: str) -> bool:
@@ -24,7 +35,7 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
 # With this many ranks, each has 4 of the 127 levels of a signed byte.
 MOST_INT8_RANKS = 31
 
-_NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
+_NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: the {} axis adds in an order of its own"
 
 # Each row is one refusal; all rows that apply are reported together.
 CONFLICTS: tuple[Rule, ...] = (
@@ -33,7 +44,7 @@ CONFLICTS: tuple[Rule, ...] = (
             lambda plan, axis=axis: plan.execution.exact and is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "execution.exact"),
             _NOT_EXACT.format(axis),
-            f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
+            f"execution.exact = false, or {without(axis, 'data or shard axis')}",
         )
         for axis in ("tensor", "pipeline", "context", "expert")
     ),
@@ -107,8 +118,8 @@ CONFLICTS: tuple[Rule, ...] = (
         Rule(
             lambda plan, axis=axis: is_compressed(plan) and is_wide(plan, axis),  # type: ignore[misc]
             ("collectives.compression", f"layout.{axis}"),
-            f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
-            f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
+            f"what a rank holds back is kept for whole parameters, and on the {axis} axis each rank has others",
+            f'collectives.compression = "none", or {without(axis, "data axis")}',
         )
         for axis in ("tensor", "pipeline", "context", "expert")
     ),
@@ -189,8 +200,8 @@ CONFLICTS: tuple[Rule, ...] = (
         Rule(
             lambda plan, axis=axis: plan.shares_memory and is_wide(plan, axis),  # type: ignore[misc]
             ("memory.shared", f"layout.{axis}"),
-            f"one copy serves ranks that hold the same of the model, and a {axis} axis divides it",
-            f"layout.{axis} = 1 and a larger layout.data, or memory.shared = false",
+            f"one copy serves ranks that hold the same of the model, and the {axis} axis divides it",
+            f"{without(axis, 'layout.data')}, or memory.shared = false",
         )
         for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),
@@ -212,7 +223,7 @@ def _without_axes(
             lambda plan, axis=axis: is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}",),
             conflict.format(axis=axis),
-            f"layout.{axis} = 1 and a larger {larger}",
+            without(axis, larger),
         )
         for axis in axes
     )
@@ -279,7 +290,7 @@ SERVED: tuple[Rule, ...] = (
             lambda plan, axis=axis: plan.serves and is_wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "server.mode"),
             "a worker computes whole grains with the whole model, which servers alone divide",
-            f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
+            f'{without(axis, "layout.data")}, or server.mode = "none"',
         )
         for axis in ("shard", "tensor", "pipeline", "context", "expert")
     ),

@@ -66,6 +66,11 @@ def is_compressed(plan: Plan) -> bool:
     return plan.collectives.compression != "none"
 
 
+def without(axis: str, larger: str) -> str:
+    """Return a remedy that leaves an axis out. Other axes then grow, but `expert` is no factor of the world size."""
+    return "layout.expert = 1" if axis == "expert" else f"layout.{axis} = 1 and a larger {larger}"
+
+
 def _captured(applies: Callable[[Plan], bool], key: str, conflict: str, instead: str) -> Rule:
     return Rule(
         lambda plan: plan.execution.cuda_graph and applies(plan),
@@ -84,7 +89,7 @@ CAPTURED: tuple[Rule, ...] = (
             lambda plan, axis=axis: not plan.serves and is_wide(plan, axis),  # type: ignore[misc]
             f"layout.{axis}",
             _WHOLE,
-            f"layout.{axis} = 1 and a larger layout.data",
+            without(axis, "layout.data"),
         )
         for axis in ("tensor", "pipeline", "context", "expert")
     ),

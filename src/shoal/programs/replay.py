@@ -185,7 +185,10 @@ class ScriptReplay:
             observer.restore_random(call["random"])
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))
-            move: Any = lambda own, to=place: own.to(to) if observer.is_packed(own) else own.to(to, copy=True)  # noqa: E731
+
+            def move(own: Any, place: Any = place) -> Any:
+                return own.to(place) if observer.is_packed(own) else own.to(place, copy=True)
+
             recorded_args, kinds = (call["args"], call["kwargs"]), (torch.Tensor, PackedSequence)
             args, kwargs = tree_map_only(kinds, move, recorded_args, is_leaf=observer.is_packed)
             dtype = getattr(torch, call["autocast"].removeprefix("torch.")) if call["autocast"] else None

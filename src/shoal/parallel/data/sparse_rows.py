@@ -48,7 +48,7 @@ def shared_tables(model: nn.Module, sparse: Mapping[str, Tensor]) -> list[str]:
 
 def why_dense(plan: Plan) -> str | None:
     """Return the setting of a plan under which the gradients of all embeddings are dense, or None."""
-    axes = [axis for axis in ("shard", "tensor", "pipeline", "context") if getattr(plan.layout, axis) > 1]
+    axes = [axis for axis in ("shard", "tensor", "pipeline", "context", "expert") if getattr(plan.layout, axis) > 1]
     if axes:
         return f"layout.{axes[0]} > 1"
     if plan.serves:

@@ -66,7 +66,12 @@ def _stacked(name: str, module: nn.Module) -> ExpertBlock | None:
         return None
     ((count,),) = counts
     num_arguments = positional(module)
-    if count < 2 or num_arguments not in (1, 3) or any(True for c in module.children() for _ in c.parameters()):
+    is_sorted = num_arguments == 1 and set(own) == {"gate_up_proj", "down_proj"}  # as Llama 4 names them
+    if (
+        count < 2
+        or not (is_sorted or num_arguments == 3)
+        or any(True for c in module.children() for _ in c.parameters())
+    ):
         return None
     signs = (name.rpartition(".")[2], type(module).__name__, *expert_counts(module, count))
     if not any(_SIGN in sign.lower() for sign in signs):

@@ -156,17 +156,17 @@ def clear_source_gradients(model: nn.Module, block: ExpertBlock) -> None:
 
 
 class _Idle(torch.autograd.Function):
-    """Autograd function of experts without rows: empty results, and gradients of zero for all parameters."""
+    """Autograd function of experts without rows: the empty results, and gradients of zero for all parameters."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = others
-        return rows.clone()
+    def forward(ctx: Any, results: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.inputs = inputs
+        return results.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needed = zip(ctx.others, ctx.needs_input_grad[1:], strict=True)
-        return gradient, *(torch.zeros_like(other) if is_needed else None for other, is_needed in needed)
+        needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.zeros_like(one) if is_needed else None for one, is_needed in needed)
 
 
 class _RoutedExperts(nn.Module):
@@ -182,6 +182,13 @@ class _RoutedExperts(nn.Module):
             shape: Tensor = hidden + weights.sum(-1).view(*hidden.shape[:-1], 1).to(hidden.dtype)
             return shape
         exchange, degree = self.expert_exchange, index.shape[-1]
+        if index.is_floating_point() or weights.shape != index.shape:
+            raise JobError(
+                given=f"the experts {exchange.block.name}, not called with (tokens, index, weights)",
+                conflict="with layout.expert > 1 tokens go by whole numbers [tokens, k], with a weight for each",
+                remedy="take the arguments in this order, or use layout.expert = 1",
+            )
+        index = index.masked_fill(index < 0, exchange.block.count)  # slots without an expert come last
         tokens, index, weights = hidden.flatten(0, -2), index.view(-1, degree), weights.view(-1, degree)
         tensor, sizes = exchange.tensor, _even(len(tokens), 1)
         if tensor is not None:
@@ -208,8 +215,11 @@ class _RoutedExperts(nn.Module):
 
         def compute(arriving: Any, received: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
             if not len(rows):
-                others = (p for p in (*self._parameters.values(), weights) if p is not None)
-                idle: Tensor = _Idle.apply(rows, *others)  # type: ignore[no-untyped-call]
+                with torch.no_grad():  # results have the width and dtype of those on other ranks
+                    first = index.new_zeros(1, 1)
+                    one: Tensor = own(rows.new_zeros(1, rows.shape[1]), first, rows.new_ones(1, 1))
+                inputs = (p for p in (rows, *self._parameters.values(), weights) if p is not None)
+                idle: Tensor = _Idle.apply(one[:0], *inputs)  # type: ignore[no-untyped-call]
                 return idle
             experts = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
             experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
@@ -287,13 +297,15 @@ class _ListedExperts:
     """Experts of a ModuleList. Their parent's forward runs twice: to learn each expert's rows, and with the results.
 
     So any code may choose and combine experts, if no expert's input depends on the result of another one.
-    `calls`: during a forward, the inputs of each expert, and then their results. `mode`: "own", "learn" or "use".
+    `calls`: during a forward, the inputs of each expert, and then their results, beside `inputs`.
+    `mode`: "own", "learn" or "use".
     """
 
     exchange: _Exchange
     modules: nn.ModuleList
     mode: str = "own"
     calls: list[list[Tensor]] = field(default_factory=list)
+    inputs: list[list[Tensor]] = field(default_factory=list)
     shapes: dict[Any, tuple[int, torch.dtype]] = field(default_factory=dict)  # of results, by inputs
 
     def learn(self, parent: nn.Module, forward: Callable[[], Any]) -> None:
@@ -348,9 +360,16 @@ class _ListedExperts:
             parts = rows.split([number for of in arriving for number in of])
             of_expert = [parts[place :: len(experts)] for place in range(len(experts))]
             self.mode = "own"
-            computed = [expert(torch.cat(of)) for expert, of in zip(experts, of_expert, strict=True)]
-            split = [one.split([len(part) for part in of]) for one, of in zip(computed, of_expert, strict=True)]
-            return torch.cat([split[place][rank] for rank in range(len(arriving)) for place in range(len(experts))])
+            split: dict[int, Sequence[Tensor]] = {}
+            for place, (expert, of) in enumerate(zip(experts, of_expert, strict=True)):
+                # An expert that its parent does not call gets no gradient, which is not the same as zeros.
+                if any(map(len, of)) or inputs[self.first + place]:
+                    split[place] = expert(torch.cat(of)).split([len(part) for part in of])
+            if not split:
+                width, dtype = self.shapes[rows.shape[-1], rows.dtype, torch.is_autocast_enabled(rows.device.type)]
+                idle: Tensor = _Idle.apply(rows.new_zeros(0, width, dtype=dtype), rows)  # type: ignore[no-untyped-call]
+                return idle
+            return torch.cat([split[place][rank] for rank in range(len(arriving)) for place in split])
 
         counts = torch.tensor(per_expert, device=rows.device)
         whole = exchange.computed(self.modules, compute, counts, rows)
@@ -358,6 +377,7 @@ class _ListedExperts:
             whole = gather(whole, tensor, 0, sizes)
         parts = iter(whole.split([number for of in lengths for number in of]))
         self.calls = [[next(parts).view(*call.shape[:-1], whole.shape[-1]) for call in of] for of in inputs]
+        self.inputs = [[call.detach() for call in of] for of in inputs]
 
     @property
     def first(self) -> int:
@@ -376,12 +396,15 @@ class _DividedParent(nn.Module):
         if any(tensor.is_meta or is_without_data(tensor) for tensor in tensors_in((args, kwargs))):
             return own(*args, **kwargs)
         try:
+            given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
             listed.learn(self, lambda: own(*args, **kwargs))
+            if any(tensor._version != version for tensor, version in given):
+                raise _unequal(listed.name)
             listed.results()
             listed.mode = "use"
             result = own(*args, **kwargs)
         finally:
-            listed.mode, left, listed.calls = "own", listed.calls, []
+            listed.mode, left, listed.calls, listed.inputs = "own", listed.calls, [], []
         if any(left):
             raise _unequal(listed.name)
         return result
@@ -400,10 +423,11 @@ class _ListedExpert(nn.Module):
             return super().forward(*args, **kwargs)
         calls = listed.calls[place]
         if listed.mode == "use":
-            if not calls or calls[0].shape[:-1] != args[0].shape[:-1]:
+            learned = listed.inputs[place].pop(0) if calls else None
+            if learned is None or not torch.equal(learned.nan_to_num(), args[0].detach().nan_to_num()):
                 raise _unequal(listed.name)
             return calls.pop(0)
-        (rows,) = args if not kwargs else (None,)
+        rows = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(rows, Tensor) or rows.ndim < 2:
             raise JobError(
                 given=f"an expert of {listed.name} that is not called with one tensor of rows [..., width]",

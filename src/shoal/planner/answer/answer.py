@@ -21,6 +21,7 @@ from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.outputs import GrainOutputs, widened_leaf
+from shoal.parallel.blocks.narrow_products import float8_layers
 from shoal.parallel.data.sparse_rows import sparse_parameters
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
@@ -158,7 +159,8 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         precise = halves[0], in_half
     elif base == apply_wishes(base, Wishes(precision="bf16"), from_file=False) and all("float8" in f for f in each):
         float8 = apply_wishes(base, Wishes(precision="fp8"), from_file=False)
-        if profile.num_parameters >= FLOAT8_PAYS and not conflicts(float8):
+        has_layers = model is None or bool(float8_layers(model, 16))  # its smallest multiple
+        if profile.num_parameters >= FLOAT8_PAYS and has_layers and not conflicts(float8):
             precise = "fp8", lambda: replace(case, space=replace(case.space, base=float8))
     return Question(case, num_steps, grains.why, tokens, precise, traced)
 

@@ -348,11 +348,14 @@ def key_rows(answer: SearchResult) -> Rows:
         amount = dollars(cost) if cost is not None else f"{dollars(hour * devices)} an hour"
         price = f"{amount} at ${hour:.2f} a device-hour ({source})"
 
-    energy, watts = "", cluster.device.watts
-    if watts is not None and whole is not None:
-        hours = devices * watts * whole / 3600.0 / 1000.0
+    energy, watts = "", [kind.device.watts for kind in cluster.kinds or (cluster,)]
+    used = devices_of(cluster, chosen.plan.layout) if cluster.kinds else [devices]
+    known = [of for of in watts if of is not None]
+    if len(known) == len(watts) and whole is not None:
+        hours = sum(n * of for n, of in zip(used, known, strict=True)) * whole / 3600.0 / 1000.0
         amount = f"at most {rate(hours)}" if hours >= 0.001 else "under 0.001"
-        energy = f"{amount} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
+        each = " and ".join(f"{of:,.0f}" for of in dict.fromkeys(known))
+        energy = f"{amount} kWh of the devices alone, at {each} W each (their power limit)"
 
     needs = ""
     if chosen.plan.shards_model:

@@ -270,7 +270,8 @@ def sensitivity(
     if precise is not None:
         precision, other = precise
         plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
-        changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
+        if not conflicts(plan):
+            changes.append(predicted(other, f"--precision {precision}, which changes the run", plan))
         is_wide = case.space.base.precision.compute == "float32"
         if is_wide and "tf32" in case.cluster.device.flops and not case.own_program.fast_float32:
             changes.append(predicted(replace(case, program=replace(case.own_program, fast_float32=True)), TF32))
@@ -383,7 +384,7 @@ def unaligned_products(case: Case, chosen: Candidate) -> UnalignedProducts | Non
     The plan's step is compared with its step on a device on which padding makes no difference.
     """
     device = case.cluster.device
-    if device.unaligned >= 1.0:
+    if device.unaligned >= 1.0 or case.cluster.kinds:  # several kinds have losses of their own
         return None
     computer, every = operators(case, chosen.plan)
     total, of_rows = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)  # device seconds over the whole model
@@ -411,7 +412,7 @@ def unaligned_products(case: Case, chosen: Candidate) -> UnalignedProducts | Non
 
 def failures(case: Case, devices: int, device_hours: float) -> Failures:
     """Return the failure model of a run on `devices` devices that each fail once in `device_hours` on average."""
-    hosts = -(-devices // case.cluster.devices_per_host)
+    hosts = case.cluster.num_hosts if case.cluster.kinds else -(-devices // case.cluster.devices_per_host)
     rate = (case.cluster.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND) * hosts
     profile = case.work.profile  # a checkpoint contains the parameters in float32 and the optimizer's state
     seconds = profile.num_parameters * (4.0 + profile.state_bytes_per_element) / rate

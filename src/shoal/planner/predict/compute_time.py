@@ -156,6 +156,7 @@ class Cost(NamedTuple):
 def is_layer(operation: Operation) -> bool:
     """Return True if an operation is a layer's matmul in 16 bits, which a program may cast to fewer bits."""
     is_product = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
+    is_product = is_product and not operation.of_experts  # stacked ones are no layers, also where a rank has one
     return is_product and ITEMSIZE.get(operation.dtype) == 2
 
 

@@ -534,7 +534,12 @@ def _nothing(search: Search, notes: Notes, aim: Aim, limit: Limit) -> NothingFit
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"
     fastest = search.take(Wanted()) if limit != Limit() else []
-    if fastest:
+    if fastest and aim.name != "deadline":
+        cheapest = search.take(Wanted(Aim("cheapest")))[0]
+        conflict = f"the cheapest plan takes {cheapest.devices * cheapest.seconds:.3g} device-seconds a step, "
+        conflict += f"and the aim allows {limit.device_seconds:.3g}"
+        remedy = "write a smaller share, or another aim"
+    elif fastest:
         needs = fastest[0].seconds / limit.seconds * aim.value
         step = f"{fastest[0].seconds:.3g} s a step on {several(fastest[0].devices, 'device')}"
         conflict = f"the fastest plan takes {written_time(needs)} for the whole job ({step})"

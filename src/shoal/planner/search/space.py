@@ -363,6 +363,16 @@ def illegal(space: Space) -> Iterator[Illegal]:
             else:
                 reason += "; a pipeline.split that names other modules may cut it there"
         yield Illegal(f"pipeline > {num_layers}", reason)
+    if facts.num_experts and most > 1:
+        least = next((degree for degree in divisors(gcd(*facts.num_experts)) if degree > 1), None)
+        if space.kinds:
+            reason = "ranks of several kinds would wait for the slowest"
+        elif least is None:
+            reason = "the mixtures' numbers of experts have no common divisor"
+        else:
+            reason = _refusal_of(space, ModelDegrees(expert=least)) or ""
+        if reason:
+            yield Illegal("expert > 1", reason)
     seen: set[str] = set()
     for cut in (ModelDegrees(2, 2, 1), ModelDegrees(1, 2, 2), ModelDegrees(2, 1, 2), ModelDegrees(2, 2, 2)):
         legal_alone = cut.tensor in _tensor_degrees(space) and cut.pipeline <= min(num_layers, most)

@@ -39,7 +39,12 @@ class ShareBalance:
         given, fixed = f"--shares by-speed with {described(parts.plan)}", ""
         if layout.pipeline > 1:
             fixed = "a stage waits for its neighbours, so that the time of a rank does not show its speed"
-        elif parts.plan.shards_model or parts.job.outputs is not None or parts.job.batch_norm == "batch":
+        elif (
+            parts.plan.shards_model
+            or layout.expert > 1
+            or parts.job.outputs is not None
+            or parts.job.batch_norm == "batch"
+        ):
             fixed = (
                 "ranks wait for each other within a forward or backward, so that their times do not show their speed"
             )

@@ -249,7 +249,6 @@ def notes_on(model: nn.Module) -> list[str]:
         if parameter.ndim >= _STACKED_DIMS and not parameter.requires_grad and parameter.is_floating_point():
             dtype = str(parameter.dtype).removeprefix("torch.")
             notes.append(
-                f"{name} {list(parameter.shape)}: stays in {dtype}, since bitsandbytes quantizes linear layers, not "
-                "stacked experts"
+                f"{name} {list(parameter.shape)}: stays in {dtype}, since bitsandbytes quantizes linear layers alone"
             )
     return notes
