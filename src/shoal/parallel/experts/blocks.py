@@ -105,7 +105,14 @@ def expert_counts(module: nn.Module, count: int) -> list[str]:
 
 
 def refuse_dependent(model: nn.Module, block: ExpertBlock) -> None:
-    """Raise JobError for experts in which a row's result depends on other rows or on random numbers."""
+    """Raise JobError for experts whose rows depend on other rows or on random numbers, or that peft adapts."""
+    around = model.get_submodule(block.name.rpartition(".")[0])
+    if hasattr(around, "parameter_name") and hasattr(around, "base_layer"):
+        raise JobError(
+            given=f"adapters of peft on the parameters of {block.name} (target_parameters), with layout.expert > 1",
+            conflict="they have factors of all experts, of which a rank has a part",
+            remedy="use layout.expert = 1, or adapt other layers by target_modules",
+        )
     for name, module in model.get_submodule(block.name).named_modules():
         where = f"{block.name}.{name}" if name else block.name
         buffer = next(iter(module._buffers), None)
