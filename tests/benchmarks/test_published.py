@@ -238,7 +238,7 @@ def test_a_row_without_a_microbatch_means_the_best_one(predictors):
     fitting = [answer.seconds for answer in each.values() if answer.fits]
     assert found.seconds == min(fitting)
     assert not each[share].fits
-    assert "the best microbatch" in found.note
+    assert "the best of what the row does not tell: microbatch" in found.note
 
 
 @pytest.mark.parametrize(

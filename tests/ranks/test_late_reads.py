@@ -169,7 +169,7 @@ PARTS: dict[str, tuple[dict[str, int], str, list[int], tuple[str, ...]]] = {
 
 
 # What two axes do together is what each does, and ZeRO-2 has the reads of ZeRO-3.
-@parametrize("name", PARTS, usual=["ZeRO-3", "tensor", "context", "three stages"])
+@parametrize("name", PARTS, usual=["ZeRO-3", "three stages"])
 def test_ranks_with_parts_of_a_model_read_late_what_they_would_have_read_at_once(name: str) -> None:
     layout, level, reads, others = PARTS[name]
     ranks = courses(layout, level, (*STEADY_CASES, *others))
