@@ -64,7 +64,7 @@ def test_stages_by_speed_leave_a_part_to_each() -> None:
 
 def test_memory_is_that_of_each_kind() -> None:
     small = replace(HALF, memory_bytes=DEVICE.memory_bytes // 100)
-    several = joined([cluster(2), cluster(2, device=small)], "several")
+    several = joined([cluster(2), replace(cluster(2, device=small), name="small")], "several")
     predictor = MixedPredictor(work(), several)
     prediction = predictor.predict(plan(data=4))
     assert prediction.fullest_kind == 1
@@ -74,6 +74,6 @@ def test_memory_is_that_of_each_kind() -> None:
 
 def test_the_network_is_no_faster_than_the_slowest_host() -> None:
     narrow = replace(cluster(4, device=HALF), within=replace(LINK, bytes_per_second=2e9, shared=True))
-    for view in views(joined([cluster(4), narrow], "several")):
+    for view in views(joined([cluster(4), replace(narrow, name="narrow")], "several")):
         assert view.between is not None
         assert view.between.bytes_per_second == 2e9 / 4
