@@ -449,8 +449,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     if facts is None:
         return list(excluded(plan))
     rules = (too_many_data_ranks, _tensor_width, _context, _experts, _stages, _split, _microbatches, _one_microbatch)
-    of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
-    return [*of_model, *excluded(plan, facts)]
+    return [*(conflict for rule in rules for conflict in rule(plan, facts)), *excluded(plan, facts)]
 
 
 def refuse(conflicts: list[Conflict]) -> None:
