@@ -347,7 +347,7 @@ COLLECTIVES: Table = {
     ),
     **{
         f"collectives.compression: with {axis}": refused(
-            f"on a {axis} axis", layout={"data": 2, axis: 2}, collectives={"compression": "int8"}
+            f"on the {axis} axis", layout={"data": 2, axis: 2}, collectives={"compression": "int8"}
         )
         for axis in ("tensor", "pipeline", "context")
     },
