@@ -39,6 +39,7 @@ GROUPS = {
         Row("coupled_metrics", "2026-11-30", TWO_CORES, ("coupled_metrics.md", "coupled_metrics.json")),
         Row("coupled_closures", "2026-11-30", TWO_CORES, ("coupled_closures.md", "coupled_closures.json")),
         Row("coupled_rows", "2026-11-30", TWO_CORES, ("coupled_rows.md", "coupled_rows.json")),
+        Row("float8_losses", "2026-11-30", TWO_CORES, ("float8_losses.md", "float8_losses.json")),
         Row("divided_experts", "2026-11-30", TWO_CORES, ("divided_experts.md", "divided_experts.json")),
         Row("owners", "2026-11-30", TWO_CORES, ("owners.md", "owners.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
