@@ -1,4 +1,4 @@
-"""Claim: after 2,000 steps of a small GPT the loss in float8 is 0.6 % above that in bfloat16; three seeds are 1 % apart.
+"""Claim: after 2,000 steps of a small GPT the loss in float8 is 0.6 % above that in bfloat16; seeds are 1 % apart.
 
 Each precision trains the GPT of the examples from three seeds, eagerly, on one process of one thread. The page has the
 means over windows of 200 steps, and in how many of them the precisions differ by less than the seeds.
