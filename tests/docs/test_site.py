@@ -86,7 +86,7 @@ def test_a_page_with_a_mistake_is_not_built(site: Path, tmp_path: Path, text: st
     """A dead link, a dead anchor, a link to a missing file of the repository, a picture from another host."""
     for name in ("docs", "src", "scripts", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", *AT_ROOT):
+    for name in ("mkdocs.yml", "CHANGELOG.md", "CITATION.cff", *AT_ROOT):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs" / "index.md").open("a") as file:
         file.write(f"\n{text}\n")
