@@ -27,9 +27,11 @@ def count_choices(model: nn.Module, rules: Mapping[str, str]) -> None:
     """
     for name, buffer in list(model.named_buffers()):
         rates = [rate for pattern, rule in rules.items() if matches(pattern, name) and (rate := balance_rate(rule))]
+        if not rates:
+            continue
         home, _, key = name.rpartition(".")
         router = model.get_submodule(home)
-        if not rates or hasattr(router, "balanced_bias"):
+        if hasattr(router, "balanced_bias"):
             continue
         if hasattr(router, COUNTS):
             raise _not_a_bias(name, f"is in a module that has a {COUNTS} of its own: rename that")

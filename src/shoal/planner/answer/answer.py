@@ -145,7 +145,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         return replace(work, profile=profile_job(job, other, device=device))
 
     # A half precision that the device supports, if the plan is for float32; float8, if it may pay.
-    each = [kind.device.flops for kind in cluster.kinds or (cluster,)]
+    each = [kind.device.flops for kind in case.kinds]
     halves = [
         name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if all(dtype in flops for flops in each)
     ]

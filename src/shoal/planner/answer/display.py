@@ -348,7 +348,7 @@ def key_rows(answer: SearchResult) -> Rows:
         amount = dollars(cost) if cost is not None else f"{dollars(hour * devices)} an hour"
         price = f"{amount} at ${hour:.2f} a device-hour ({source})"
 
-    energy, watts = "", [kind.device.watts for kind in cluster.kinds or (cluster,)]
+    energy, watts = "", [kind.device.watts for kind in case.kinds]
     used = devices_of(cluster, chosen.plan.layout) if cluster.kinds else [devices]
     known = [of for of in watts if of is not None]
     if len(known) == len(watts) and whole is not None:
