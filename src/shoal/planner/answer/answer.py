@@ -133,6 +133,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
         num_steps = -(-length.count // known.global_batch) if isinstance(length, Samples) else length.count
     if profile.has_experts:
         profile = replace(profile, notes=(*profile.notes, BALANCED))
+    dtype, kinds = base.precision.compute, cluster.kinds or (cluster,)
+    if without := [kind.device.name for kind in kinds if dtype not in kind.device.flops]:
+        words = f"{', '.join(without)}: no products in {dtype}, so they are priced in float32"
+        profile = replace(profile, notes=(*profile.notes, words))
     output_bytes = _output_bytes(job, model, grain)
     work = Workload(profile, job.global_batch, job.num_grains, sample_seconds, facts.places, output_bytes)
     case = Case(work, cluster, space, correction=read_correction(cluster.name))

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.experts import travel_seconds
+from shoal.planner.predict.experts import exchange_seconds
 from shoal.planner.predict.workload import ITEMSIZE, Counts, Program, Share
 from shoal.planner.profile.values import ALIGNED, NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
@@ -586,17 +586,19 @@ class StageCosts:
                     for amount in (operation.read_bytes, operation.written_bytes):
                         context += network.seconds("all_to_all", amount.at(samples) / share.tensor, group)
 
-        # Rows travel to the experts and back, forward and backward.
-        of_experts = sum(
-            2 * travel_seconds(network, program, dispatch, samples, share.tensor) for dispatch in body.dispatches
-        )
-        if of_experts and share.tensor > 1:  # the ranks with equal tokens gather the results
+        exchanges = [exchange_seconds(network, program, one, samples, share.tensor) for one in body.dispatches]
+        of_experts = dict.fromkeys(Phase, 0.0)
+        of_experts[Phase.FORWARD] = sum(forward for forward, _ in exchanges)
+        of_experts[Phase.BACKWARD_INPUT] = sum(backward for _, backward in exchanges)
+        if share.tensor > 1 and any(of_experts.values()):  # the ranks with equal tokens gather the results
             group = network.group(share.tensor, 1)
             whole_bytes = sum(one.num_bytes.at(samples) / one.chosen for one in body.dispatches)
-            of_experts += network.seconds("all_gather", whole_bytes, group) * (not share.sequence)
+            joined = network.seconds("all_gather", whole_bytes, group) * (not share.sequence)
             if program.expert_tensor > 1:  # each of them computes a part of an expert, for the rows of all
                 rows = sum(one.num_bytes.at(samples) for one in body.dispatches)
-                of_experts += sum(network.seconds(kind, rows, group) for kind in ("all_gather", "reduce_scatter"))
+                joined += sum(network.seconds(kind, rows, group) for kind in ("all_gather", "reduce_scatter"))
+            of_experts[Phase.FORWARD] += joined
+            of_experts[Phase.BACKWARD_INPUT] += joined
 
         def exposed(seconds: float, degree: int) -> float:
             if not program.overlaps_exchanges:
@@ -604,9 +606,8 @@ class StageCosts:
             return seconds / degree + program.contention * seconds * (1 - 1 / degree)
 
         def whole(cost: Cost, phase: Phase, of_context: float = 0.0) -> Pass:
-            travelling = 0.0 if phase is Phase.BACKWARD_WEIGHT else of_experts
             exchanged = exposed(tensor[phase], share.tensor)
-            return Pass(cost.device, 0.0, exchanged, of_context, cost.host, experts=travelling)
+            return Pass(cost.device, 0.0, exchanged, of_context, cost.host, experts=of_experts[phase])
 
         # Gradient accumulation: both gradients are read and the sum is written.
         trained = [w for w in body.weights if w.trainable]

@@ -95,19 +95,22 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
     return replace(body, operations=tuple(map(own, body.operations)), weights=weights, dispatches=dispatches)
 
 
-def travel_seconds(network: Network, program: Program, dispatch: Dispatch, samples: float, tensor: int) -> float:
-    """Return the seconds in which the rows of a microbatch of `samples` samples travel to the experts, or back.
+def exchange_seconds(
+    network: Network, program: Program, dispatch: Dispatch, samples: float, tensor: int
+) -> tuple[float, float]:
+    """Return the seconds of the exchanges of a microbatch of `samples` samples in the forward and in the backward.
 
+    Rows travel to the experts and back, in the forward and in the backward. The counts of rows travel once before them.
     `tensor`: ranks with equal tokens, each of which sends its part.
     """
     way, group = program.dispatch, network.group(dispatch.degree, 1)
     num_bytes = dispatch.num_bytes.at(samples) / tensor
     if dispatch.degree == 1 or not num_bytes:
-        return 0.0
-    # The counts of rows travel before the rows.
-    counts = network.seconds("all_to_all", 4.0 * dispatch.experts, group)
+        return 0.0, 0.0
     if way == ALL_GATHER:
-        return network.seconds("all_gather", num_bytes / dispatch.chosen * dispatch.degree, group)
+        both = 2 * network.seconds("all_gather", num_bytes / dispatch.chosen * dispatch.degree, group)
+        return both, both
+    counts = network.seconds("all_to_all", 8.0 * dispatch.experts, group)
     if way == DEEPEP:
         # Each token reaches `chosen` ranks that differ by chance. Network and links within hosts work at the same time.
         token_bytes, within, between = num_bytes / dispatch.chosen, network.cluster.within, network.cluster.between
@@ -119,5 +122,7 @@ def travel_seconds(network: Network, program: Program, dispatch: Dispatch, sampl
         if group.hosts > 1 and between is not None:
             hosts = (group.hosts - 1) * (1 - (1 - 1 / group.hosts) ** dispatch.chosen)
             parts.append(token_bytes * hosts * group.per_host / between.bytes_per_second)
-        return counts + network.link(group).call_seconds + max(parts)
-    return counts + network.seconds("all_to_all", num_bytes / program.dispatch_share, group)
+        both = 2 * (network.link(group).call_seconds + max(parts))
+    else:
+        both = 2 * network.seconds("all_to_all", num_bytes / program.dispatch_share, group)
+    return counts + both, both

@@ -7,7 +7,6 @@ kinds are those of its pipeline ranks. A step takes as long as its slowest repli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -277,14 +276,10 @@ class MixedCosts(Costs):
         self._mixed, self._of_kinds = predictor, of_kinds
         self.memory_bytes = max(one.memory_bytes for one in of_kinds)
         self.memory_margin = of_kinds[0].memory_margin
-        self._more_bytes = 0
 
     def with_more_memory(self, num_bytes: int) -> Costs:
         """Return the costs of devices with more memory."""
-        other = copy(self)
-        other._of_kinds = [one.with_more_memory(num_bytes) for one in self._of_kinds]
-        other.memory_bytes, other._more_bytes = self.memory_bytes + num_bytes, self._more_bytes + num_bytes
-        return other
+        return MixedCosts(self._mixed, [one.with_more_memory(num_bytes) for one in self._of_kinds])
 
     def shared_out(self, plan: Plan) -> Plan:
         """Return the plan with stages and shares of grains by the speed of its devices."""
@@ -293,8 +288,8 @@ class MixedCosts(Costs):
     def predict(self, plan: Plan) -> Prediction:
         """Return the corrected prediction of a plan."""
         prediction = self._mixed.predict(plan)
-        if self._more_bytes and prediction.missing_bytes:
-            missing = max(0.0, prediction.missing_bytes - self._more_bytes)
+        missing = max(0.0, prediction.peak_bytes - self._of_kinds[prediction.fullest_kind].memory_bytes)
+        if missing != prediction.missing_bytes:  # `with_more_memory`
             prediction = replace(prediction, fits=missing == 0, missing_bytes=missing)
         return corrected(prediction, self._of_kinds[0].correction)
 

@@ -291,11 +291,11 @@ class Exchanged:
         slowest = 0.0
         for rank in ranks:
             seconds = agreed + self._completed(plan, rank.part)
-            if rank.size.apart:
-                total = self._expert_sums(plan, rank.size.apart)
-                shown = hidden(total, 0.0, behind) if program.overlap and computer.device.kind != "cpu" else total
-                seconds += shown + program.contention * (total - shown)
-            if shards_model or layout.data * layout.shard == 1:
+            left = behind  # seconds of the backward without an exchange so far
+            if shards_model:
+                gathers, scatters = self.shard.totals(plan, layout, rank.part)
+                left -= scatters + (gathers if plan.shard.level == "parameters" else 0.0)
+            elif layout.data * layout.shard == 1:
                 pass
             elif computer.device.kind == "cpu":
                 seconds += self._on_cores(plan, computer, rank)
@@ -307,6 +307,12 @@ class Exchanged:
                     shown = hidden(sums.total, sums.last, behind)
                     starts = sums.num_buckets * program.call_seconds if waits else 0.0
                     seconds = seconds + shown + starts + program.contention * (sums.total - shown)
+                    left -= sums.total - shown
+            if rank.size.apart:  # these sums use the same links at the same time
+                total = self._expert_sums(plan, rank.size.apart)
+                hides = program.overlap and computer.device.kind != "cpu"
+                shown = hidden(total, 0.0, max(0.0, left)) if hides else total
+                seconds += shown + program.contention * (total - shown)
             slowest = max(slowest, seconds)
         return slowest
 
@@ -470,8 +476,11 @@ class Exchanged:
             gather = self.network.seconds("all_gather", of_each * ITEMSIZE[plan.precision.parameters], group)
             scatter = self.network.seconds("reduce_scatter", of_each * ITEMSIZE[plan.precision.reduce], group)
             forward, backward = busiest.unit_seconds
-            once += max(0.0, busiest.size.num_apart * gather - max(0.0, forward - once))
-            back += max(0.0, busiest.size.num_apart * (gather + scatter) - max(0.0, backward - back))
+            # What the other exchanges hide behind, these cannot.
+            forward -= max(0.0, sum(exchanges.gathers) - once)
+            backward -= max(0.0, sum(exchanges.again) + sum(exchanges.scatters) - back)
+            once += max(0.0, busiest.size.num_apart * gather - max(0.0, forward))
+            back += max(0.0, busiest.size.num_apart * (gather + scatter) - max(0.0, backward))
         total: float = (once + back) * microbatches
         if microbatches > 1 and late:
             total = once * microbatches + back + quiet * (microbatches - 1)

@@ -7,10 +7,11 @@ import time
 from dataclasses import replace
 
 import pytest
+from tests.conformance import cases
 from tests.unit.planner.models import facts, transformer
 
 from shoal.hardware import cluster
-from shoal.planner.answer.answer import answer
+from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import Answer
 from shoal.planner.answer.outlook import Case, Question
 from shoal.planner.predict.workload import Workload
@@ -73,3 +74,13 @@ def test_grains_that_keep_shares_from_the_ideal_are_said_with_a_better_number() 
     found = asked("1xH100@400Gb+1xA100-80@400Gb", width=2048, grains=9)
     assert found.plan.layout.shares[0] == 100
     assert "longer than with ideal shares, Job(grains=18) suits them" in str(found)
+
+
+def test_a_kind_without_the_dtype_of_compute_is_said() -> None:
+    narrow = Plan().with_sections(precision={"compute": "bfloat16"})
+    (found,) = (
+        note
+        for note in question(cases.job(), narrow, "1xA100-80+1xV100-SXM2-32", None).case.work.profile.notes
+        if "bfloat16" in note
+    )
+    assert found == "V100-SXM2-32: no products in bfloat16, so they are priced in float32"

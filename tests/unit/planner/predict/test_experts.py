@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.unit.planner.made import block, cluster, predict, work
+from tests.unit.planner.made import LINK, block, cluster, predict, work
 from tests.unit.planner.models import mixture
 
-from shoal.planner.predict.experts import DEEPEP
+from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.experts import DEEPEP, exchange_seconds
 from shoal.planner.predict.workload import Prediction, Program
-from shoal.planner.profile.values import Amount, Body, Profile, Unit
+from shoal.planner.profile.values import Amount, Body, Dispatch, Profile, Unit
 from shoal.plans.plan import Plan
 
 QUIET = Program(contention=0.0, call_seconds=0.0, host_seconds=0.0, fragmentation=0.0, dispatch_share=1.0)
@@ -24,11 +25,14 @@ def of_experts(body: Body) -> Body:
     return replace(mixed, weights=(*mixed.weights, block(cut=False).weights[0]))
 
 
-def predicted(program: Program = QUIET, *, imbalance: float = 1.0, hosts: int = 1, **layout: int) -> Prediction:
+def predicted(
+    program: Program = QUIET, *, imbalance: float = 1.0, hosts: int = 1, rate: float = 1e10, **layout: int
+) -> Prediction:
     case = replace(work(blocks=2, batch=8, body=of_experts(block(cut=False))), imbalance=imbalance)
     num_devices = Plan().with_sections(layout=layout).layout.world_size
     plan = Plan().with_sections(layout=layout, batch={"grains_per_microbatch": 0})
-    return predict(plan, case, cluster(num_devices // hosts, hosts), program)
+    link = replace(LINK, bytes_per_second=rate)
+    return predict(plan, case, cluster(num_devices // hosts, hosts, link=link), program)
 
 
 def test_a_rank_computes_as_many_rows_for_fewer_experts() -> None:
@@ -49,6 +53,13 @@ def test_rows_travel_four_times() -> None:
     assert half.terms["experts"] == pytest.approx(2 * 2 * 4 * ROWS * 0.75 / 0.5e10, rel=1e-3)
 
 
+def test_counts_of_rows_travel_once_before_a_forward() -> None:
+    network = Network(cluster(4, link=replace(LINK, call_seconds=1e-3)))
+    forward, backward = exchange_seconds(network, QUIET, Dispatch(Amount(0, ROWS), 4, 2, 4), 1.0, 1)
+    assert forward - backward == pytest.approx(1e-3, rel=1e-3)
+    assert backward == pytest.approx(2e-3 + 2 * ROWS * 0.75 / 1e10, rel=1e-3)
+
+
 def test_a_token_crosses_the_network_once_a_host() -> None:
     """Of two hosts' four ranks the other host has one of a token's two experts with a chance of 3 in 4."""
     once = predicted(replace(QUIET, dispatch=DEEPEP), data=4, expert=4, hosts=2)
@@ -63,6 +74,17 @@ def test_gradients_of_experts_are_summed_over_the_ranks_with_the_same_ones() -> 
     of_copies = 2 * 2 * 4 * 4e6 / 2  # bytes of a rank's experts, which two ranks have
     more = copies.terms["gradients"] - alone.terms["gradients"]
     assert more == pytest.approx(2 * of_copies / 2 / 1e10, rel=1e-3)
+
+
+def test_sums_of_experts_and_others_share_the_backward() -> None:
+    """Each of both would be hidden behind the backward alone; together they are not."""
+    apart, together = (
+        predicted(replace(QUIET, overlap=overlap), data=4, expert=2, rate=5.5e8) for overlap in (False, True)
+    )
+    backward = 2 / 3 * apart.terms["compute"]
+    assert 0.5 * backward < apart.terms["gradients"] < 2 * backward
+    hidden = apart.terms["gradients"] - together.terms["gradients"]
+    assert 0 < hidden <= backward + together.terms["experts"] / 2
 
 
 def test_uneven_routing_takes_as_long_as_the_busiest_rank() -> None:

@@ -9,7 +9,7 @@ from tests.unit.planner.made import DEVICE, LINK, cluster, work
 
 from shoal.hardware.catalogue import joined
 from shoal.hardware.values import Cluster
-from shoal.planner.predict.mixed import MixedPredictor, by_speed, devices_of, kinds_of, views
+from shoal.planner.predict.mixed import MixedPredictor, by_speed, costs_of_kinds, devices_of, kinds_of, views
 from shoal.planner.predict.step_time import Predictor
 from shoal.plans.grains import share_sizes
 from shoal.plans.plan import Layout, Plan
@@ -77,3 +77,10 @@ def test_the_network_is_no_faster_than_the_slowest_host() -> None:
     for view in views(joined([cluster(4), replace(narrow, name="narrow")], "several")):
         assert view.between is not None
         assert view.between.bytes_per_second == 2e9 / 4
+
+
+def test_more_memory_keeps_the_margin_free() -> None:
+    several = replace(of(("fast", 2), ("half", 2)))
+    several = replace(several, kinds=tuple(replace(kind, memory_margin=0.25) for kind in several.kinds))
+    costs = costs_of_kinds(work(), several)(4)
+    assert costs.with_more_memory(10**8).memory_bytes - costs.memory_bytes == pytest.approx(0.75e8)
