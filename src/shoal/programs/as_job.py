@@ -128,7 +128,7 @@ class StepObserver(observer.ScriptRecorder):
             raise CommandError(
                 given="--script, whose module is called " + ("with what is no data" if calls else "never"),
                 conflict="; ".join(self.unseen) or "no forward with gradients came before the first update",
-                remedy="write a job file with its model: docs/first-job.md",
+                remedy="write a job file with its model: docs/tutorial.md",
             )
         for call in calls:
             call["args"], call["kwargs"] = replace_leaves((call["args"], call["kwargs"]), FakeTensor, _zeros)
