@@ -1,16 +1,14 @@
-"""Each option is declared once: the call and the page name it with its default, and few other places name it."""
+"""Each option is declared once: the call names it with its default, and few other places do."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shoal
-from shoal.cli.commands import COMMANDS
 from shoal.cli.options import RunOptions
 from shoal.errors import CommandError
 from shoal.runs.options import Course, Origin, arguments_of, course_of, declared, options_from
@@ -26,14 +24,6 @@ HANDING_ON = {
 SINGLE = ("checkpoint_every", "evaluate_every", "keep_checkpoints", "bad_samples", "check_replicas")
 
 
-def shown(value: Any) -> str:
-    """A default as the page of settings spells it."""
-    if value is None:
-        return ""
-    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
-    return f" `{'[]' if value == () else text}`"
-
-
 def test_the_call_has_each_option_with_its_default_and_says_what_it_means() -> None:
     options = {one.name: one.default for one in declared(RunOptions) if one.name not in OF_THE_COMMAND}
     keywords = inspect.signature(shoal.run).parameters
@@ -41,14 +31,6 @@ def test_the_call_has_each_option_with_its_default_and_says_what_it_means() -> N
     assert {name: keywords[name].default for name in options} == options
     rows = re.findall(r"^ *\| `(\w+)` \| .+ \|$", inspect.getdoc(shoal.run) or "", re.MULTILINE)
     assert rows == ["job", "settings", *options]
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"verify"}))  # the table of which says "as for shoal run"
-def test_the_page_of_settings_has_each_option_with_its_default(command: str) -> None:
-    page = (ROOT / "docs" / "settings.md").read_text("utf-8")
-    section = re.split(r"^## ", page.partition(f"\n## shoal {command}\n")[2], flags=re.MULTILINE)[0]
-    rows = re.findall(r"^\| (`.+?) \| .+ \|$", section, re.MULTILINE)
-    assert sorted(rows) == sorted(f"`{one.flag}`{shown(one.default)}" for one in declared(COMMANDS[command].options))
 
 
 @pytest.mark.parametrize("name", SINGLE)
