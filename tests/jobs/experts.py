@@ -101,13 +101,39 @@ class Language(nn.Module):
         return logits
 
 
-def mixtral() -> nn.Module:
+class Routed(Language):
+    """The same, which also returns the routers' logits, [samples, layers, positions, experts]."""
+
+    def forward(self, ids: Tensor) -> Any:
+        logits: list[Tensor] = []
+        routers = [block.mixture.router for block in self.blocks]
+        handles = [router.register_forward_hook(lambda _, args, result: logits.append(result)) for router in routers]
+        try:
+            found = super().forward(ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found, torch.stack([one.view(*ids.shape, -1) for one in logits], 1)
+
+
+class Unused(Routed):
+    """The same with three experts, and a further block whose result no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.last = Block(3, False)
+
+    def forward(self, ids: Tensor) -> Any:
+        return *super().forward(ids), self.last(self.embed(ids))
+
+
+def mixtral(**settings: Any) -> nn.Module:
     """A Mixtral of two layers."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     known = {"vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
-    config = MixtralConfig(**sizes, **known, max_position_embeddings=32, use_cache=False)  # type: ignore[arg-type]
+    config = MixtralConfig(**sizes, **known, max_position_embeddings=32, use_cache=False, **settings)  # type: ignore[arg-type]
     config._experts_implementation = "eager"  # grouped products know no float64, in which shoal verify has a reference
     return MixtralForCausalLM(config)
 
@@ -117,6 +143,10 @@ MODELS = {
     "listed": lambda: Language(listed=True),
     "three": lambda: Language(3),
     "mixtral": mixtral,
+    "routed": Routed,
+    "routed, listed": lambda: Routed(listed=True),
+    "unused": Unused,
+    "mixtral, router logits": lambda: mixtral(output_router_logits=True),
 }
 
 
@@ -125,6 +155,42 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
     found = model(batch[0])
     logits = found if isinstance(found, Tensor) else found.logits
     return shoal.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
+
+
+BALANCED = {"routed", "routed, listed", "unused", "mixtral, router logits"}
+
+
+def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """What a loss over the whole batch compares: losses by sample, z losses, and the load of each expert."""
+    found = model(batch[0])
+    if isinstance(found, tuple):
+        logits, routers = found[:2]
+    else:  # Transformers returns the logits of each layer, [samples * positions, experts]
+        logits, routers = found.logits, torch.stack([one.view(*batch[0].shape, -1) for one in found.router_logits], 1)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED, reduction="none")
+    counts = (batch[1] != IGNORED)[:, None, :, None]
+    chosen = F.one_hot(routers.topk(2).indices, routers.size(-1)).sum(-2)
+    return {
+        "loss": losses.view(batch[1].shape).sum(1),
+        "z": (routers.logsumexp(-1, keepdim=True).square() * counts).sum((1, 2, 3)),
+        "chosen": shoal.summed((chosen * counts).sum((0, 2))),
+        "probability": shoal.summed((routers.softmax(-1) * counts).sum((0, 2))),
+        "routers": routers,
+    }
+
+
+def balanced_loss(outputs: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(total, weight) of the next tokens, the z loss, and two balances: by layer, and Transformers' of all layers."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    counts = batch[1] != IGNORED
+    weight = counts.sum()
+    chosen, probability = outputs["chosen"], outputs["probability"]
+    by_layer = chosen.size(1) * (chosen / weight / 2 * probability / weight).sum()
+    layers = tuple(outputs["routers"].transpose(0, 1).flatten(1, 2).unbind())
+    pooled = load_balancing_loss_func(layers, chosen.size(1), 2, counts.long())
+    auxiliary = 0.2 * by_layer + 0.1 * pooled
+    return outputs["loss"].sum() + 1e-3 * outputs["z"].sum() + auxiliary * weight, weight
 
 
 def tokens(num_samples: int, length: int = 12) -> tuple[Tensor, Tensor]:
@@ -139,7 +205,7 @@ def job(model: str = "stacked", grains: int = 4, steps: int = 6, **others: Any) 
     """AdamW with clipping that bites; the last batch of an epoch has two samples."""
     settings: dict[str, Any] = {
         "model": MODELS[model],
-        "loss": loss,
+        **({"outputs": outputs, "loss": balanced_loss} if model in BALANCED else {"loss": loss}),
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         "train_data": tokens(26),
         "eval_data": tokens(9),

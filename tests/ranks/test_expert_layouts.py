@@ -13,7 +13,6 @@ from tests.launching import JOBS, Run, run
 from tests.usual import parametrize
 
 import shoal
-from shoal.errors import JobError
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge_traces
@@ -48,12 +47,33 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
     "context 2, expert 2": ("stacked", {"layout": {"context": 2, "expert": 2}}),
+    "context 2, listed, expert 2": ("listed", {"layout": {"context": 2, "expert": 2}}),
+    "context 2 x data 2, listed, expert 4": ("listed", {"layout": {"context": 2, "data": 2, "expert": 4}}),
     "Mixtral, bf16": ("mixtral", {"layout": {"data": 2, "expert": 2}, "precision": {"compute": "bfloat16"}}),
+    "balanced, data 2, expert 2": ("routed", {"layout": {"data": 2, "expert": 2}}),
+    "balanced, data 4, expert 2, twice": (
+        "routed, listed",
+        {"layout": {"data": 4, "expert": 2}, "batch": {"grains_per_microbatch": 1}},
+    ),
+    "balanced, data 3, expert 3, a block unused": (
+        "unused",
+        {"layout": {"data": 3, "expert": 3, "shares": [2, 1, 1]}, "batch": {"grains_per_microbatch": 1}},
+    ),
+    "context 2, listed": ("listed", {"layout": {"context": 2}}),
+    "balanced, ZeRO-3 x 2, expert 2, recomputed": (
+        "routed",
+        {"layout": {"data": 2, "shard": 2, "expert": 2}, "memory": {"recompute": "full"}},
+    ),
+    "balanced, Mixtral": ("mixtral, router logits", {"layout": {"data": 2, "expert": 2}}),
     "recomputed": ("stacked", {"layout": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}}),
 }
 
 
-@parametrize("name", LAYOUTS, usual=["data 4, expert 2", "ZeRO-3 x 2, expert 2", "pipeline 2 x data 2, expert 2"])
+USUAL = ["ZeRO-3 x 2, expert 2", "pipeline 2 x data 2, expert 2", "context 2, listed, expert 2"]
+USUAL += ["balanced, data 4, expert 2, twice"]
+
+
+@parametrize("name", LAYOUTS, usual=USUAL)
 def test_verified(name: str, tmp_path: Path) -> None:
     model, sections = LAYOUTS[name]
     job = experts.job(model)
@@ -63,13 +83,6 @@ def test_verified(name: str, tmp_path: Path) -> None:
     assert verdict.verified, verdict.render()
     names = {check.name for check in verdict.checks if check.phase == "reduction"}
     assert any("experts" in name for name in names), names
-
-
-def test_a_list_of_experts_beside_a_context_axis_is_refused(tmp_path: Path) -> None:
-    job = experts.job("listed")
-    plan = judged(job, shoal.Plan().with_sections(layout={"context": 2, "expert": 2})).plan
-    with pytest.raises(JobError, match="divides stacked experts alone"):
-        trace_forked(lambda: job, plan, tmp_path, 1)
 
 
 def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:

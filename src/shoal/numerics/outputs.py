@@ -203,6 +203,11 @@ def pieces_of(batch: Any) -> list[Any]:
     return [tree_unflatten([leaf[start : start + _PIECE] for leaf in leaves], spec) for start in starts]
 
 
+def most_pieces(num_rows: int) -> int:
+    """Return the largest number of pieces of a batch with up to `num_rows` rows."""
+    return -(-num_rows // _PIECE)
+
+
 @dataclass(frozen=True)
 class InPieces:
     """Metric of (model, batch) that is computed in pieces of the batch, as a sum over samples allows."""

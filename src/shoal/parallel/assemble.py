@@ -74,13 +74,6 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
         return_freed_memory()
     _refuse_complex(model, plan)
     axes = _Axes(source, plan, mesh, precision, model, expert_blocks(model) if plan.layout.expert > 1 else ())
-    listed = next((block.name for block in axes.blocks if block.listed), None)
-    if listed is not None and plan.layout.context > 1:
-        raise JobError(
-            given=f"layout.context = {plan.layout.context} with layout.expert, and the ModuleList of experts {listed}",
-            conflict="beside a context axis this version divides stacked experts alone",
-            remedy="use layout.context = 1 or layout.expert = 1, or experts with stacked weights",
-        )
     balanced: Any = next(balanced_routers(model), None)
     if balanced is not None and plan.layout.context > 1:
         raise JobError(
@@ -224,6 +217,9 @@ class _Axes:
                     remedy="hold the blocks with these experts in an nn.ModuleList, or use layout.context = 1",
                 )
             division.experts.update(block.parameters)
+            # Modules inside of experts compute rows of several ranks, and not every rank calls each of them.
+            inside = (name for name, _ in self.model.named_modules() if name.startswith(f"{block.name}."))
+            division.outputs |= dict.fromkeys(inside)
             each = block.count // size
             first, last = axis.place * each, (axis.place + 1) * each
             if block.listed:

@@ -229,11 +229,11 @@ def _without_axes(
     )
 
 
-def _of_whole_batch(option: str) -> tuple[Rule, ...]:
+def _of_whole_batch(option: str, axes: tuple[str, ...]) -> tuple[Rule, ...]:
     """Return the refusals for a job with an option by which ranks meet within a step, about samples of all of them."""
     needs = f"{option} needs the whole model on each rank, of which the {{axis}} axis gives a rank a part"
     return (
-        *_without_axes(needs, "data or shard axis", ("tensor", "pipeline", "context", "expert")),
+        *_without_axes(needs, "data or shard axis", axes),
         Rule(
             lambda plan: plan.serves,
             ("server.mode",),
@@ -251,7 +251,7 @@ def _of_whole_batch(option: str) -> tuple[Rule, ...]:
 
 # Refusals of plans for jobs with a loss over the global batch.
 GLOBAL_LOSS: tuple[Rule, ...] = (
-    *_of_whole_batch("Job(outputs=...)"),
+    *_of_whole_batch("Job(outputs=...)", ("tensor", "pipeline", "context")),
     Rule(
         is_compressed,
         ("collectives.compression",),
@@ -262,7 +262,7 @@ GLOBAL_LOSS: tuple[Rule, ...] = (
 
 # Refusals of plans for jobs with batch norms over the global batch.
 GLOBAL_NORM: tuple[Rule, ...] = (
-    *_of_whole_batch('Job(batch_norm="batch")'),
+    *_of_whole_batch('Job(batch_norm="batch")', ("tensor", "pipeline", "context", "expert")),
     Rule(
         lambda plan: plan.execution.exact,
         ("execution.exact",),

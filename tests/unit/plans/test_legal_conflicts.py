@@ -111,7 +111,6 @@ def test_a_worker_that_runs_ahead_computes_whole_steps() -> None:
     ("sections", "key"),
     [
         *(({"layout": {axis: 2}}, f"layout.{axis}") for axis in ("tensor", "pipeline", "context")),
-        ({"layout": {"data": 2, "expert": 2}}, "layout.expert"),
         ({"layout": {"data": 2}, "server": {"mode": "synchronous"}}, "server.mode"),
         ({"execution": {"compile": "default"}}, "execution.compile"),
         ({"execution": {"cuda_graph": True}}, "execution.compile"),
@@ -123,7 +122,7 @@ def test_a_loss_over_the_global_batch_excludes(sections: dict[str, dict[str, Any
     keys = [conflict.key for conflict in conflicts(plan, replace(FACTS, has_global_loss=True))]
     assert key in keys
     assert len(keys) == len(conflicts(plan, FACTS)) + 1
-    for legal in ({}, {"layout": {"data": 2, "shard": 2}}, {"execution": {"exact": True}}):
+    for legal in ({}, {"layout": {"data": 2, "shard": 2, "expert": 2}}, {"execution": {"exact": True}}):
         assert not conflicts(Plan().with_sections(**legal), replace(FACTS, has_global_loss=True))
 
 

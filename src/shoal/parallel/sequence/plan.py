@@ -106,7 +106,11 @@ def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping
     outputs: dict[str, int | None] = {}
     for inner, inner_shapes in block.outputs.items():
         pairs = zip(inner_shapes, twin.outputs[inner] if twin is not None else inner_shapes, strict=True)
-        outputs[inner] = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
+        dim = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
+        # Another length is not that of the positions, such as the number of tokens that a router gives to an expert.
+        # It differs between ranks, which would not all take part in a gather of it.
+        is_positions = dim is None or (dim > 0 and all(shape[dim] == block.length for shape in inner_shapes))
+        outputs[inner] = dim if is_positions else -1
     dropouts: dict[int, int | None] = {}
     for i, shape in enumerate(block.dropouts):
         dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])

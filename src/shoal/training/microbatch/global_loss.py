@@ -201,10 +201,13 @@ class GlobalLoss:
         total, weight = step.solution.pairs.get(grain, nothing) if counts else nothing
         is_first = counts and start == 0
         for leaf, kind, gradient in zip(flat.leaves, flat.kinds, step.solution.gradients, strict=True):
-            if not counts or gradient is None or not leaf.requires_grad or (kind == PARAMETER and not is_first):
+            if gradient is None or not leaf.requires_grad or (kind == PARAMETER and not is_first):
                 continue
             leaves.append(leaf)
-            gradients.append(gradient[start : start + microbatch.num_samples] if kind == BY_SAMPLE else gradient)
+            if not counts:  # the backward of a filler passes through the same modules, in which ranks may meet
+                gradients.append(torch.zeros_like(leaf))
+            else:
+                gradients.append(gradient[start : start + microbatch.num_samples] if kind == BY_SAMPLE else gradient)
         if leaves:
             total = GivenGradients.apply(total, gradients, *leaves)  # type: ignore[no-untyped-call]
         return total, weight
