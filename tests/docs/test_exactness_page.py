@@ -1,4 +1,4 @@
-"""The program of docs/exactness.md says how initial weights come about."""
+"""Initial weights come about as docs/exactness.md says."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import pytest
 from tests.docs.pages import write_first_job
 from tests.forks import run
 
-PROGRAM = '''
+PROGRAM = """\
 import digits_job, hashlib, shoal, torch
 from dataclasses import replace
 
 plain = digits_job.job(lr=0.0)
 
+
 def own_seed():
     torch.manual_seed(0)
     return plain.model()
+
 
 def from_file():
     model = plain.model()
     model.load_state_dict(torch.load("weights.pt"))
     return model
+
 
 if __name__ == "__main__":
     by_hand = own_seed()
@@ -35,7 +38,7 @@ if __name__ == "__main__":
         run = shoal.run(replace(plain, model=model), steps=1, out=f"runs/{name}")
         digest = shoal.weights_sha256(run.model().state_dict())
         print(name, digest == shoal.weights_sha256(expected[name].state_dict()))
-'''
+"""
 
 
 @pytest.mark.timeout(200)
