@@ -50,7 +50,7 @@ COMMANDS = {
         "Train the job that FUNCTION in JOBFILE returns. The number of devices changes only the time.",
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
         "job and settings: job set config | devices and layout: devices plan layout cluster max_microbatch step "
-        "shares | where it runs: on dry_run | length and evaluations: steps evaluate_every | output: out track trace "
+        "shares workers share_gpu | where it runs: on dry_run | length and evaluations: steps evaluate_every | output: out track trace "
         "private no_source records no_telemetry | precision and proof: precision exact verify require_certificate | "
         "checkpoints and recovery: resume resume_if_exists accept_changes checkpoint_every keep_checkpoints "
         "max_restarts bad_samples check_replicas | initial weights: init_from init_allow init_rename",
@@ -60,9 +60,8 @@ COMMANDS = {
             "shoal run job.py --out runs/first --resume",
             "shoal run job.py --plan auto --on slurm:--time=60 --cluster 4x8xA100",
         ),
-        "0 done, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
-        "73 checkpoint not written, 74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, "
-        "1 a fault of shoal",
+        "0 done, 1 a fault of shoal, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
+        "73 checkpoint not written, 74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice",
     ),
     "plan": Command(
         "shoal.cli.plan",
@@ -72,7 +71,7 @@ COMMANDS = {
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
         "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [OPTIONS]",
         "job and settings: job set config precision seq batch | a script, as it is: script launcher cpu | devices "
-        "and aim: cluster max_devices aim | length and cost: samples tokens price mtbf | output: output html more | "
+        "and aim: cluster max_devices aim | length and cost: samples tokens price mtbf | output: output html emit more | "
         "calibration: learn",
         (
             "shoal plan job.py",
@@ -89,7 +88,7 @@ COMMANDS = {
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
         "JOBFILE[:FUNCTION]|--script COMMAND [--devices N] [OPTIONS]",
         "job and settings: job set config | a script, as it is: script launcher batch cpu keep | devices and "
-        "layout: devices plan max_microbatch | length: steps | output: out | precision: precision exact",
+        "layout: devices plan max_microbatch workers share_gpu | length: steps | output: out | precision: precision exact",
         (
             "shoal verify job.py --devices 2",
             "shoal verify job.py --plan plan.toml --steps 5",
@@ -101,8 +100,8 @@ COMMANDS = {
         "shoal.cli.doctor",
         options.DoctorOptions,
         "check",
-        "say what of a machine, run or script costs time, and what to do",
-        "Examine this machine, or say what the time of a run or of a training script is lost to, and what saves it.",
+        "find what costs time on a machine, in a run or in a script",
+        "Examine this machine, or find what the time of a run or of a training script is lost to, and what would save it.",
         "[RUN|--script COMMAND] [OPTIONS]",
         "what is examined: run job set hosts folder | a script, as it is: script devices launcher batch cpu | trial "
         "of remedies: try_out steps | output: json out",
@@ -119,7 +118,7 @@ COMMANDS = {
         options.BenchOptions,
         "check",
         "measure this machine for shoal plan",
-        "Measure this machine and keep the result as a cluster, for `shoal plan --cluster here`.",
+        "Measure this machine and store the result as a cluster, for `shoal plan --cluster here`.",
         "[machine|collectives] [OPTIONS]",
         "what is measured: what quick ranks sizes | output: out",
         ("shoal bench --quick", "shoal bench collectives --sizes 64K,1M"),
@@ -144,7 +143,7 @@ COMMANDS = {
         options.WatchOptions,
         "look",
         "show a run in the terminal while it trains",
-        "Show how a run goes, redrawn in place until the run ends. It reads only what the run appends.",
+        "Show the progress of a run, redrawn in place until the run ends. It only reads.",
         "RUN [OPTIONS]",
         "run: run | output: once openmetrics",
         ("shoal watch runs/first", "shoal watch runs/first --once"),
@@ -153,8 +152,8 @@ COMMANDS = {
         "shoal.cli.report",
         options.ReportOptions,
         "look",
-        "write where a run's time went, as one HTML page",
-        "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "write one HTML page of where a run's time went",
+        "Write one page that shows where the time of a run, or of several, went, beside what was predicted.",
         "RUN [RUN ...] [-o FILE] [--json]",
         "runs: runs | output: output json",
         ("shoal report runs/first", "shoal report runs/first runs/second -o both.html"),
@@ -163,8 +162,8 @@ COMMANDS = {
         "shoal.cli.resize",
         options.ResizeOptions,
         "train",
-        "give a run that trains more or fewer processes",
-        "Let a run continue with N processes. An exact run computes the same bits on any number.",
+        "change the number of processes of a run that trains",
+        "Let a run that trains continue with N processes. An exact run computes the same bits on any number.",
         "RUN N",
         "run and devices: run devices",
         ("shoal resize runs/first 4",),

@@ -20,7 +20,7 @@ _JOB = ("take the job from this function of a Python file (default: job)", "JOBF
 _PRECISION = ("compute in fp32, bf16, bf16-pure, fp16 or fp8 (default: as the plan or the job says)", "P")
 _SET = ("set a parameter of the job function, or a key below it: model.width=64", "K=V")
 _CONFIG = ("read settings from a YAML, TOML or JSON file, below --set and later files", "FILE")
-_SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
+_SET_AS_RUN = ("set a parameter of the job function (default: as in the run)", "K=V")
 _CPU = "run a script that is written for GPUs on processes of the CPU"
 _BATCH = ("fill {batch} of a script with N, the samples of one process (default: 8)", "N")
 _LAUNCHER: dict[str, Any] = {
@@ -47,7 +47,7 @@ class TrainingOptions:
     precision: str | None = option(*_PRECISION)
     set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append")
     config: tuple[str, ...] = option(*_CONFIG, default=(), action="append")
-    out: str | None = option("write into this directory (default: runs/NAME or runs/NAME-verify)", "DIR")
+    out: str | None = option("write into this directory (default: runs/NAME; of verify, runs/NAME-verify)", "DIR")
     max_microbatch: int | None = option(
         "put at most N samples in one forward (default: as many as fit the plan)", "N", least=1
     )
@@ -84,7 +84,7 @@ class VerifyOptions(TrainingOptions):
     """Options of `shoal verify`."""
 
     job: str | JobRequest | None = option(*_JOB, nargs="?")  # type: ignore[assignment]
-    steps: int | None = option("compare K steps (default: 3, of a script 10)", "K", least=1)
+    steps: int | None = option("compare K steps (default: 3; of a script, 10)", "K", least=1)
     script: str | None = option(
         "check this training script as it is, in place of a job: 'train.py --batch-size {batch}'", "COMMAND"
     )
@@ -141,7 +141,7 @@ class PlanOptions:
         "NAME[=FILE]",
     )
     html: str | None = option("write an HTML page with the curve, the waterfalls and every reason to FILE", "FILE")
-    more: bool = switch("also other layouts, the parts of a step and of memory, assumptions")
+    more: bool = switch("also print other layouts, the parts of a step and of memory, and assumptions")
     learn: tuple[str, ...] | None = option("correct later predictions by what these runs took", "RUNDIR", nargs="+")
 
 
@@ -242,10 +242,10 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = option(
-        "read this run directory; of several the page says what differs", "RUN", "runs", default=(), nargs="+"
+        "read this run directory; a page of several shows what differs", "RUN", "runs", default=(), nargs="+"
     )
     output: str | None = option(
-        "write the page to FILE (default: RUN/report.html, of several runs report.html)", "FILE", "-o", "--output"
+        "write the page to FILE (default: RUN/report.html; of several runs, report.html)", "FILE", "-o", "--output"
     )
     json: bool = switch("print the account as JSON and nothing else")
 
@@ -272,9 +272,9 @@ class RunsOptions:
         default=(),
         action="append",
     )
-    keep_best: int | None = option("keep the N best runs, for prune", "N", least=1)
+    keep_best: int | None = option("keep the N best runs when pruning", "N", least=1)
     metric: str | None = option(
-        "compare runs by this metric, for prune (default: the metric that the jobs watch)", "NAME:min|max"
+        "compare runs by this metric when pruning (default: the metric that the jobs watch)", "NAME:min|max"
     )
     yes: bool = switch("delete without a question")
     json: bool = switch("print JSON and nothing else")
@@ -295,7 +295,7 @@ class WatchOptions:
 class ResizeOptions:
     """Options of `shoal resize`."""
 
-    run: str = option("resize the run in this directory, which trains now", "RUN", "run", default=MISSING)
+    run: str = option("resize the run that trains in this directory", "RUN", "run", default=MISSING)
     devices: int = option("continue with N processes", "N", "devices", default=MISSING, least=1)
 
 

@@ -319,7 +319,7 @@ class Course:
     )
     private: bool = switch("let only you read the run directory (mode 0700)", compared=None)
     records: Literal["blocks", "all"] | None = option(
-        "write a record of each step (all), or beyond step 10,000 of blocks of steps (default: blocks)",
+        "write a record of each step (all), or of blocks of steps beyond step 10,000 (default: blocks)",
         "blocks|all",
         parse=_blocks_or_all,
         saved="records",
