@@ -84,6 +84,7 @@ class VerifyOptions(TrainingOptions):
     """Options of `shoal verify`."""
 
     job: str | JobRequest | None = option(*_JOB, nargs="?")  # type: ignore[assignment]
+    plan: str | Plan | None = option("lay the ranks out as this TOML file says (default: data parallel)", "FILE")
     steps: int | None = option("compare K steps (default: 3; of a script, 10)", "K", least=1)
     script: str | None = option(
         "check this training script as it is, in place of a job: 'train.py --batch-size {batch}'", "COMMAND"
