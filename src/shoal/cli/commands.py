@@ -50,10 +50,11 @@ COMMANDS = {
         "Train the job that FUNCTION in JOBFILE returns. The number of devices changes only the time.",
         "JOBFILE[:FUNCTION] [--devices N] [--set K=V] [OPTIONS]",
         "job and settings: job set config | devices and layout: devices plan layout cluster max_microbatch step "
-        "shares workers share_gpu | where it runs: on dry_run | length and evaluations: steps evaluate_every | output: out track trace "
-        "private no_source records no_telemetry | precision and proof: precision exact verify require_certificate | "
-        "checkpoints and recovery: resume resume_if_exists accept_changes checkpoint_every keep_checkpoints "
-        "max_restarts bad_samples check_replicas | initial weights: init_from init_allow init_rename",
+        "shares workers share_gpu | where it runs: on dry_run | length and evaluations: steps evaluate_every | "
+        "output: out track trace private no_source records no_telemetry | precision and proof: precision exact "
+        "verify require_certificate | checkpoints and recovery: resume resume_if_exists accept_changes "
+        "checkpoint_every keep_checkpoints max_restarts bad_samples check_replicas | initial weights: init_from "
+        "init_allow init_rename",
         (
             "shoal run job.py",
             "shoal run job.py --devices 2 --set lr=0.01 --out runs/first",
@@ -71,8 +72,8 @@ COMMANDS = {
         "Search all layouts of a job on a cluster, run nothing on it, and say why the best one is the best.",
         "JOBFILE[:FUNCTION]|hf:DIR|--script COMMAND [OPTIONS]",
         "job and settings: job set config precision seq batch | a script, as it is: script launcher cpu | devices "
-        "and aim: cluster max_devices aim | length and cost: samples tokens price mtbf | output: output html emit more | "
-        "calibration: learn",
+        "and aim: cluster max_devices aim | length and cost: samples tokens price mtbf | output: output html emit "
+        "more | calibration: learn",
         (
             "shoal plan job.py",
             "shoal plan job.py --cluster 4x8xA100 --aim deadline=2h -o plan.toml",
@@ -88,7 +89,8 @@ COMMANDS = {
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
         "JOBFILE[:FUNCTION]|--script COMMAND [--devices N] [OPTIONS]",
         "job and settings: job set config | a script, as it is: script launcher batch cpu keep | devices and "
-        "layout: devices plan max_microbatch workers share_gpu | length: steps | output: out | precision: precision exact",
+        "layout: devices plan max_microbatch workers share_gpu | length: steps | output: out | precision: precision "
+        "exact",
         (
             "shoal verify job.py --devices 2",
             "shoal verify job.py --plan plan.toml --steps 5",
@@ -101,7 +103,7 @@ COMMANDS = {
         options.DoctorOptions,
         "check",
         "find what costs time on a machine, in a run or in a script",
-        "Examine this machine, or find what the time of a run or of a training script is lost to, and what would save it.",
+        "Examine this machine, or find what costs time in a run or in a training script, and what would save it.",
         "[RUN|--script COMMAND] [OPTIONS]",
         "what is examined: run job set hosts folder | a script, as it is: script devices launcher batch cpu | trial "
         "of remedies: try_out steps | output: json out",
