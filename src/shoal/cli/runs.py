@@ -309,7 +309,7 @@ def _reproduce(word: str, as_json: bool) -> ExitCode:
     packages = ["python -m venv .venv", f". .venv/bin/activate  # Python {command['python']}"]
     listed = file_text(folder / FOLDER / PACKAGES) or ""
     if re.search(r"^torch==\S+\+", listed, re.MULTILINE):
-        packages.append("# this build of torch is in torch's own index: add --extra-index-url to the next line")
+        packages.append("# torch's own index has this build: add --extra-index-url to the next line")
     packages.append(shlex.join(["pip", "install", "-r", str(folder / FOLDER / PACKAGES)]))
     packages += [f"{line}: install it by hand" for line in listed.splitlines() if line.startswith("#")]
     steps.append(("the packages", packages))

@@ -191,7 +191,7 @@ def test_commands_that_train_a_run_again(folder: Path, capsys: pytest.CaptureFix
         "# the packages",
         "python -m venv .venv",
         ". .venv/bin/activate  # Python 3.11.7",
-        "# this build of torch is in torch's own index: add --extra-index-url to the next line",
+        "# torch's own index has this build: add --extra-index-url to the next line",
         f"pip install -r {source}/packages.txt",
         "# mine==1.0 (installed from a local file): install it by hand",
         "# the run: 2 processes",

@@ -171,8 +171,11 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
 
 def _outlined_optimizer(job: Job, model: nn.Module | None) -> torch.optim.Optimizer | None:
     """Return the job's optimizer of a model on the meta device, or None if its function reads values."""
+    if model is None:
+        return None
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     try:
-        return build_optimizer(job.optimizer, Parameters(model)) if model is not None else None
+        return build_optimizer(job.optimizer, Parameters(model, trainable))
     except ShoalError:
         return None
 
