@@ -138,6 +138,16 @@ def mixtral(**settings: Any) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+def qwen() -> nn.Module:
+    """A Qwen3-MoE of two layers, whose tokens choose three of eight experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "moe_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    known = {"vocab_size": VOCABULARY, "num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 2}
+    config = Qwen3MoeConfig(**sizes, **known, head_dim=8, max_position_embeddings=32, use_cache=False)  # type: ignore[arg-type]
+    return Qwen3MoeForCausalLM(config)
+
+
 MODELS = {
     "stacked": Language,
     "listed": lambda: Language(listed=True),
@@ -147,6 +157,7 @@ MODELS = {
     "routed, listed": lambda: Routed(listed=True),
     "unused": Unused,
     "mixtral, router logits": lambda: mixtral(output_router_logits=True),
+    "qwen": qwen,
 }
 
 

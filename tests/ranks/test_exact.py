@@ -77,6 +77,21 @@ def test_the_examples_on_one_device_and_three(job: str, tmp_path: Path) -> None:
     assert_one_run(run_all(wanted))
 
 
+LAYOUTS = ("data=2", "data=2,expert=2", "data=4,expert=2", "data=4,expert=4")
+ZERO_1 = '[layout]\nshard = 2\nexpert = 2\n[shard]\nlevel = "optimizer"\n[memory]\nrecompute = "full"\n'
+
+
+@parametrize("model", ["listed", "stacked", "mixtral", "qwen"], usual=["stacked"])
+def test_divided_experts_have_the_hash_of_one_process(model: str, tmp_path: Path) -> None:
+    """Norms clip, and in step 4 some ranks have no grain."""
+    (tmp_path / "zero_1.toml").write_text(ZERO_1)
+    divided = [("--layout", layout) for layout in (LAYOUTS[2:3] if model == "stacked" else LAYOUTS)]
+    ways = [("--devices", "1"), *divided, ("--plan", str(tmp_path / "zero_1.toml"))]
+    job, settings = f"{JOBS / 'experts.py'}:job", {"model": model}
+    runs = [Run(job, tmp_path / str(n), None, True, arguments, settings) for n, arguments in enumerate(ways)]
+    assert_one_run([run(one, 300.0) for one in runs])
+
+
 def test_data_workers_change_no_bit(tmp_path: Path) -> None:
     """Augmentation draws from the grain's generators in whichever process reads the sample."""
     job = f"{JOBS / 'tiny.py'}:augmented"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks
-from shoal.parallel.experts.exchange import clear_source_gradients, divide_block, source_gradients
+from shoal.parallel.experts.exchange import divide_block
 from shoal.plans.plan import Layout
 from shoal.verification.forked import forked
 
@@ -179,16 +178,10 @@ def difference(whole: nn.Module, axis: TensorAxis, mode: str) -> float:
     blocks = expert_blocks(model)
     assert blocks
     for block in blocks:
-        divide_block(model, block, axis, axis if mode == "tensor" else None, exact=mode == "exact")
+        divide_block(model, block, axis, axis if mode == "tensor" else None)
         cut(model, block, axis)
     own_loss = loss(model, tokens[rows.start : rows.stop])
     own_loss.backward()  # type: ignore[no-untyped-call]
-    apart: dict[str, Tensor] = {}
-    for block in blocks if mode == "exact" else ():
-        for of_rank in source_gradients(model, block):
-            for name, gradient in of_rank.items():
-                assert gradient is not None
-                apart[name] = apart[name] + gradient if name in apart else gradient
     total = own_loss.detach().clone()
     if mode != "tensor":
         dist.all_reduce(total)
@@ -202,7 +195,7 @@ def difference(whole: nn.Module, axis: TensorAxis, mode: str) -> float:
             continue
         if own.is_meta:
             continue
-        found, wanted = apart.get(name, own.grad), parameter.grad
+        found, wanted = own.grad, parameter.grad
         if name not in of_experts:
             found = torch.zeros_like(wanted) if found is None else found
             if mode != "tensor":
@@ -227,9 +220,7 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@parametrize(
-    ("world_size", "mode"), [(2, "plain"), (2, "few"), (4, "tensor"), (4, "exact")], usual=["2-few", "4-tensor"]
-)
+@parametrize(("world_size", "mode"), [(2, "plain"), (2, "few"), (4, "tensor")], usual=["2-few", "4-tensor"])
 def test_the_loss_and_gradients_of_one_process(world_size: int, mode: str, tmp_path: Path) -> None:
     def work(axis: TensorAxis) -> dict[str, float]:
         return {name: difference(model, axis, mode) for name, model in models.items()}
@@ -238,56 +229,3 @@ def test_the_loss_and_gradients_of_one_process(world_size: int, mode: str, tmp_p
     models = {name: make() for name, make in MODELS.items()}  # once for all ranks, which are forks
     for differences in in_ranks(world_size, work, tmp_path / "ranks"):
         assert max(differences.values()) < ROUNDING, differences
-
-
-def bits(whole: nn.Module, axis: TensorAxis, num_grains: int = 4) -> dict[str, str]:
-    """Digests of each grain's gradients in exact mode: of an expert on its owner, of the rest where the grain is."""
-    model, found = copy.deepcopy(whole), dict[str, str]()
-    tokens = torch.randint(96, (2 * num_grains, 9), generator=torch.Generator().manual_seed(2))
-    blocks = expert_blocks(model)
-    of_experts = {name: block for block in blocks for name in block.parameters}
-    for block in blocks:
-        divide_block(model, block, axis, exact=True)
-        cut(model, block, axis)
-
-    def add(grain: int, name: str, gradient: Tensor | None, first: int = 0) -> None:
-        is_stacked = gradient is not None and name in of_experts and not of_experts[name].listed
-        parts: Any = gradient if is_stacked else [gradient]
-        for number, part in enumerate(parts, first if is_stacked else 0):
-            if part is not None:
-                found[f"{grain} {name} {number}"] = hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest()
-
-    for turn in range(num_grains // axis.degree):
-        grain = turn * axis.degree + axis.place
-        model.zero_grad()
-        loss(model, tokens[2 * grain : 2 * grain + 2]).backward()  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters():
-            if name not in of_experts or axis.degree == 1:
-                add(grain, name, parameter.grad)
-        for block in blocks:
-            for source, gradients in enumerate(source_gradients(model, block)):
-                for name, gradient in gradients.items():
-                    add(turn * axis.degree + source, name, gradient, block.count // axis.degree * axis.place)
-            clear_source_gradients(model, block)
-    return found
-
-
-@pytest.mark.slow
-def test_exact_mode_has_the_same_bits_on_every_degree(tmp_path: Path) -> None:
-    def work(axis: TensorAxis) -> dict[str, dict[str, dict[str, str]]]:
-        pair = dist.new_group([0, 1])
-        found: dict[str, dict[str, dict[str, str]]] = {}
-        for name, model in models.items():
-            for degree, group in ((1, None), (2, pair), (4, axis.group)):
-                if axis.place < degree:
-                    found.setdefault(name, {})[str(degree)] = bits(model, TensorAxis(degree, axis.place, group))
-        return found
-
-    torch.manual_seed(5)
-    models = {name: make() for name, make in MODELS.items()}
-    told = in_ranks(4, work, tmp_path / "ranks")
-    for name in models:
-        merged = [{k: v for of in told for k, v in of[name].get(degree, {}).items()} for degree in "124"]
-        assert len(merged[0]) > 50, name
-        different = [{key for key in merged[0] if other.get(key) != merged[0][key]} for other in merged[1:]]
-        assert different == [set(), set()], (name, [sorted(keys)[:5] for keys in different])

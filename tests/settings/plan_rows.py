@@ -96,9 +96,6 @@ LAYOUT: Table = {
     "layout.expert: no divisor": refused("data x shard x context x tensor = 2", layout={"data": 2, "expert": 4}),
     "layout.expert: a model without experts": refused("no mixture of experts", layout={"data": 2, "expert": 2}),
     "layout.expert: an uneven number": refused("3 in a layer", "three", layout={"data": 2, "expert": 2}),
-    "layout.expert: exact": refused(
-        "bits are fixed along the data axis", "experts", layout={"data": 2, "expert": 2}, execution={"exact": True}
-    ),
     "layout.shares": Acts(layout(2, data=2, shares=(5, 3)), TWO, forwards),
     "layout.shares: of another number of ranks": refused(
         "each rank that divides grains", layout={"data": 2, "shares": [5, 3, 1]}
@@ -474,7 +471,7 @@ EXECUTION: Table = {
     "execution.exact": Acts(planned(execution={"exact": True}), ONE, forwards, (32, 2)),
     **{
         f"execution.exact: with {axis}": refused(
-            "bits are fixed along the data axis", layout={axis: 2}, execution={"exact": True}
+            "bits are fixed along the data and expert axes", layout={axis: 2}, execution={"exact": True}
         )
         for axis in ("tensor", "pipeline", "context")
     },

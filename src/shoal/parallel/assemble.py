@@ -27,7 +27,7 @@ from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
-from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks
+from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks, refuse_adapted
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
@@ -200,9 +200,10 @@ class _Axes:
     def experts(self, sequences: ContextPlan | None) -> None:
         """Leave this rank its experts of each mixture. Raises: JobError for experts of whole sequences.
 
-        Collective: none here; forwards and backwards exchange tokens within the expert group.
+        Collective: none here; forwards and backwards exchange tokens or, in exact mode, experts within the group.
         """
         from shoal.parallel.experts.exchange import divide_block
+        from shoal.parallel.experts.gathered import gather_block
 
         mesh, division = self.mesh, self.division
         size = mesh.layout.expert
@@ -216,6 +217,7 @@ class _Axes:
                     "sent several times",
                     remedy="hold the blocks with these experts in an nn.ModuleList, or use layout.context = 1",
                 )
+            refuse_adapted(self.model, block)
             division.experts.update(block.parameters)
             # Modules inside of experts compute rows of several ranks, and not every rank calls each of them.
             inside = (name for name, _ in self.model.named_modules() if name.startswith(f"{block.name}."))
@@ -232,7 +234,10 @@ class _Axes:
                     division.parts[name] = part = TensorSlice.whole(whole.shape).narrow(0, first, last)
                     cut = torch.empty(part.local_shape, dtype=whole.dtype, device="meta")
                     self.model.get_submodule(home)._parameters[key] = nn.Parameter(cut, whole.requires_grad)
-            divide_block(self.model, block, axis, tensor)
+            if self.plan.execution.exact:
+                gather_block(self.model, block, axis, division.gathered)
+            else:
+                divide_block(self.model, block, axis, tensor)
             division.notes.append(f"expert: {block.name}: {each} of {block.count} experts on a rank")
 
     def pipeline(self) -> Pipeline:
@@ -331,14 +336,18 @@ def assemble(
             return ExactPart(sharded_model, parameters, TreeSum(num_grains, _flat(parameters, reduce)), mark)
         return FastPart(sharded_model, parameters, reduce, mark)
     experts = sharded_model.expert_parameters()
-    expert_sums, own_experts = None, set(map(id, experts))
-    if experts:
+    expert_sums, expert_grains, own_experts = None, None, set(map(id, experts))
+    if experts and plan.execution.exact:
+        from shoal.parallel.experts.gathered import ExpertGrains
+
+        expert_grains = ExpertGrains(sharded_model, num_grains, reduce)
+    elif experts:
         copies = mesh.layout.expert_copies()
         summing = None
         if len(copies[0]) > 1:
             summing = open_collective(plan.collectives.all_reduce, Team(mesh.group(EXPERT_COPIES), copies), mesh.device)
         expert_sums = GradientBuckets(experts, reduce, len(copies[0]), summing)
-        parameters = [p for p in parameters if id(p) not in own_experts]
+    parameters = [p for p in parameters if id(p) not in own_experts]
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
 
@@ -364,7 +373,7 @@ def assemble(
     dense = [p for p in parameters if all(p is not one for one in sparse)]
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(dense, reduce))
-        return ExactDataParallel(sharded_model, dense, tree, mark, division, sparse=rows)
+        return ExactDataParallel(sharded_model, dense, tree, mark, division, sparse=rows, experts=expert_grains)
     return DataParallel(sharded_model, dense, reduce, mark, division, plan=plan, sparse=rows, expert_sums=expert_sums)
 
 

@@ -39,6 +39,7 @@ from shoal.parallel.shard.update_division import UpdateDivision
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
     from shoal.parallel.data.replicated import GradientBuckets
+    from shoal.parallel.experts.gathered import ExpertGrains
 
 
 def run_engine(
@@ -405,6 +406,7 @@ class Strategy(ABC):
     is_alone = False  # whether this rank computes all grains, of which a forward may take several
     sparse: Sequence[Tensor] = ()  # the parameters with sparse gradients
     expert_sums: GradientBuckets | None = None  # the gradients of this rank's experts, if ranks divide them
+    expert_grains: ExpertGrains | None = None  # the same in exact mode
 
     def __init__(self, model: ShardedModel, mark: Mark, update_division: UpdateDivision | None = None) -> None:
         """Set the model, the `mark` to call before communication waits, and the division of the update, if any."""
@@ -429,7 +431,7 @@ class Strategy(ABC):
         """Add a microbatch's gradient and sums.
 
         Args:
-            microbatch: the microbatch of `total`.
+            microbatch: the microbatch of `total`; a filler has no grains.
             total: scalar, multiplied by a factor common to all microbatches unless the strategy `begins_with_factor`.
                 Its graph is freed.
             sums: float64, the microbatch's terms of the step's sums.

@@ -35,7 +35,7 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
 # With this many ranks, each has 4 of the 127 levels of a signed byte.
 MOST_INT8_RANKS = 31
 
-_NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: the {} axis adds in an order of its own"
+_NOT_EXACT = "bits are fixed along the data and expert axes and a sharded optimizer: the {} axis adds in its own order"
 
 # Each row is one refusal; all rows that apply are reported together.
 CONFLICTS: tuple[Rule, ...] = (
@@ -46,7 +46,7 @@ CONFLICTS: tuple[Rule, ...] = (
             _NOT_EXACT.format(axis),
             f"execution.exact = false, or {without(axis, 'data or shard axis')}",
         )
-        for axis in ("tensor", "pipeline", "context", "expert")
+        for axis in ("tensor", "pipeline", "context")
     ),
     Rule(
         lambda plan: plan.execution.exact and plan.shards_model,

@@ -247,11 +247,6 @@ EXCLUDED = (
     ]
     + [
         (
-            of(layout={"data": 2, "expert": 2}, execution={"exact": True}),
-            "layout.expert = 2, execution.exact = true",
-            "execution.exact = false, or layout.expert = 1",
-        ),
-        (
             of(layout={"data": 2, "expert": 2}, execution={"compile": "default"}),
             'execution.compile = "default", layout.expert = 2',
             'execution.compile = "none", or layout.expert = 1',

@@ -41,8 +41,9 @@ def evaluate(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T
 class TreeSum:
     """Partial sums of this rank's grains, added in any order; about log2(G) sums at most for neighbouring grains."""
 
-    def __init__(self, num_grains: int, like: Tensor) -> None:
-        self.num_grains, self._like = num_grains, like
+    def __init__(self, num_grains: int, like: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Prepare the sum of vectors as `like` over the ranks of a group, by default over all ranks."""
+        self.num_grains, self._like, self._group = num_grains, like, group
         self.nodes: dict[Range, Tensor] = {}  # this rank's own sums, by their ranges of grains
         self._spare: list[Tensor] = []
 
@@ -89,8 +90,8 @@ class TreeSum:
     def total(self, holders: list[list[int]], rank: int) -> Tensor:
         """Return the sum over all grains of all ranks: a flat tensor as `like`, the same bits on every rank.
 
-        `holders` lists each rank's grains. Collective: every rank of the world, one all-to-all in which a rank sends
-        its pieces (one or a few vectors) once, and one all-gather of the vector.
+        `holders` lists the grains of each rank of the group. Collective: the group, one all-to-all in which a rank
+        sends its pieces (one or a few vectors) once, and one all-gather of the vector.
         """
         if len(holders) == 1:
             total = evaluate(self.nodes, self.num_grains, torch.Tensor.add_)
@@ -108,6 +109,7 @@ class TreeSum:
             outgoing,
             [len(n) * lengths[rank] for n in nodes],
             [len(mine) * lengths[r] for r in range(world)],
+            group=self._group,
         )
         parts = incoming.split(lengths[rank]) if incoming.numel() else [incoming] * sum(map(len, nodes))
         values = dict(zip((node for group in nodes for node in group), parts, strict=True))
@@ -116,7 +118,7 @@ class TreeSum:
         if own is not None:
             padded[: lengths[rank]] = own
         gathered = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(gathered, padded)
+        dist.all_gather(gathered, padded, group=self._group)
         return torch.cat([g[:n] for g, n in zip(gathered, lengths, strict=True)])
 
 

@@ -48,6 +48,7 @@ from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
+    from shoal.parallel.experts.gathered import ExpertGrains
 
 _NUM_FLAGS = 2
 
@@ -466,7 +467,8 @@ def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
 class ExactDataParallel(Strategy):
     """Data parallelism in exact mode: one grain per microbatch, with a flat gradient in the reduce dtype.
 
-    `tree`: sums over the grains of all ranks. `sparse`: sums of further parameters' sparse gradients.
+    `tree`: sums over the grains of all ranks. `sparse`: sums of further parameters' sparse gradients. `experts`: sums
+    of the gradients of divided experts.
     """
 
     def __init__(
@@ -478,8 +480,10 @@ class ExactDataParallel(Strategy):
         update_division: UpdateDivision | None = None,
         *,
         sparse: SparseRows | None = None,
+        experts: ExpertGrains | None = None,
     ) -> None:
         super().__init__(model, mark, update_division)
+        self.expert_grains, self.syncs_every_microbatch = experts, experts is not None
         self._parameters, self._tree = list(parameters), tree
         self._sparse_rows = sparse or SparseRows((), model.mesh, torch.float32)
         self.sparse = self._sparse_rows.parameters
@@ -490,6 +494,8 @@ class ExactDataParallel(Strategy):
         self.update_division.begin()
         self._tree.clear()
         self._sparse_rows.begin()
+        if self.expert_grains is not None:
+            self.expert_grains.begin()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
         self._known = [False] * len(self._parameters)
@@ -499,7 +505,14 @@ class ExactDataParallel(Strategy):
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         if total.requires_grad:  # else the grain has no weight
             run_backward(total)
-        grain = microbatch.grains[0].index
+        grain = next((grain.index for grain in microbatch.grains), None)
+        if self.expert_grains is not None:
+            with torch._C.DisableTorchFunction():
+                self.expert_grains.take(grain)
+        if grain is None:  # a filler
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
         with torch._C.DisableTorchFunction():  # the grain's scope covers the model's operations only
             flat = self._tree.empty()  # the gradient, with zeros for parameters without one
             into, gradients = [], []
@@ -544,10 +557,13 @@ class ExactDataParallel(Strategy):
             for parameter, view, is_used in zip(self._parameters, views, status[2:].tolist(), strict=True):
                 parameter.grad = in_dtype(view, parameter) if is_used else None
             self._sparse_rows.give(self._num_grains)
+            if self.expert_grains is not None:
+                self.expert_grains.give(holders)
         return StepSums(sums.numpy(), flags)
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [*self._tree.buffers(), *self._sparse_rows.memory()], self._tree.borrowed()
+        of_experts = self.expert_grains.tree.buffers() if self.expert_grains is not None else []
+        return [*self._tree.buffers(), *of_experts, *self._sparse_rows.memory()], self._tree.borrowed()
 
     def close(self) -> None:
         self._tree.close()

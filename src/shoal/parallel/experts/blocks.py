@@ -104,8 +104,8 @@ def expert_counts(module: nn.Module, count: int) -> list[str]:
     return [key for key, value in vars(module).items() if _SIGN in key and type(value) is int and value == count]
 
 
-def refuse_dependent(model: nn.Module, block: ExpertBlock) -> None:
-    """Raise JobError for experts whose rows depend on other rows or on random numbers, or that peft adapts."""
+def refuse_adapted(model: nn.Module, block: ExpertBlock) -> None:
+    """Raise JobError for experts that peft adapts."""
     around = model.get_submodule(block.name.rpartition(".")[0])
     if hasattr(around, "parameter_name") and hasattr(around, "base_layer"):
         raise JobError(
@@ -113,6 +113,10 @@ def refuse_dependent(model: nn.Module, block: ExpertBlock) -> None:
             conflict="they have factors of all experts, of which a rank has a part",
             remedy="use layout.expert = 1, or adapt other layers by target_modules",
         )
+
+
+def refuse_dependent(model: nn.Module, block: ExpertBlock) -> None:
+    """Raise JobError for experts whose rows depend on other rows or on random numbers."""
     for name, module in model.get_submodule(block.name).named_modules():
         where = f"{block.name}.{name}" if name else block.name
         buffer = next(iter(module._buffers), None)

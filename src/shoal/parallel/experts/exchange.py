@@ -7,10 +7,9 @@ computes a rank's experts, so a user's module keeps its activation, its biases a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +24,8 @@ from shoal.parallel.axis_collectives import TensorAxis, gather, is_without_data,
 from shoal.parallel.experts.blocks import ExpertBlock, expert_counts, refuse_dependent
 from shoal.parallel.tensor.layers import with_base
 
-Gradients = dict[str, Tensor | None]
 
-
-def divide_block(
-    model: nn.Module, block: ExpertBlock, axis: TensorAxis, tensor: TensorAxis | None = None, *, exact: bool = False
-) -> None:
+def divide_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, tensor: TensorAxis | None = None) -> None:
     """Make a block compute as the rank at `axis.place`, which has `count / degree` consecutive experts. Mutates it.
 
     Afterwards stacked parameters must have the rank's experts alone; of a ModuleList the other experts are not called.
@@ -41,16 +36,13 @@ def divide_block(
         block: one of the model's `expert_blocks`.
         axis: the ranks that together have all experts of the block.
         tensor: ranks with equal tokens, each of which sends a part of them. None: tokens of ranks differ.
-        exact: multiply the rows of each rank separately, in the order of tokens and slots. Their results then do not
-            depend on the axis, and the gradients of each rank's rows are `source_gradients`.
 
     Raises:
         JobError: If a row's result in an expert depends on other rows or on random numbers.
     """
     module = model.get_submodule(block.name)
-    if axis.degree > 1:
-        refuse_dependent(model, block)
-    exchange = _Exchange(block, axis, tensor if tensor is not None and tensor.degree > 1 else None, exact)
+    refuse_dependent(model, block)
+    exchange = _Exchange(block, axis, tensor if tensor is not None and tensor.degree > 1 else None)
     if block.form == "listed":
         parent = model.get_submodule(block.name.rpartition(".")[0])
         parent.listed_experts = _ListedExperts(exchange, module)  # type: ignore[assignment, arg-type]
@@ -67,19 +59,16 @@ def divide_block(
 
 @dataclass(eq=False)
 class _Exchange:
-    """Exchange of one block's rows over the axis. `leaves`: in exact mode the experts' parameters for each rank."""
+    """Exchange of one block's rows over the axis."""
 
     block: ExpertBlock
     axis: TensorAxis
     tensor: TensorAxis | None
-    exact: bool
-    leaves: list[dict[str, nn.Parameter]] = field(default_factory=list)
 
-    def computed(self, module: nn.Module, compute: Callable[..., Tensor], counts: Tensor, *tensors: Tensor) -> Tensor:
+    def computed(self, compute: Callable[..., Tensor], counts: Tensor, *tensors: Tensor) -> Tensor:
         """Return the experts' results of rows that are sorted by expert.
 
         Args:
-            module: the experts.
             compute: (counts by rank and expert, the same as int64 [ranks, experts], rows of each tensor) -> results of
                 the rows, which are sorted by rank and then by expert.
             counts: int64 [experts of the block], rows of each expert; rows after these have no expert.
@@ -92,67 +81,15 @@ class _Exchange:
         """
         axis, table = self.axis, counts.view(self.axis.degree, -1)
         once = (1,) * axis.degree
-        received = axis.all_to_all(table, once, once) if axis.degree > 1 else table
+        received = axis.all_to_all(table, once, once)
         sent, arriving = torch.stack([table, received]).tolist()  # the only wait for the device
         there, here = [sum(row) for row in sent], [sum(row) for row in arriving]
         arrived = [self._travelled(tensor[: sum(there)], there, here) for tensor in tensors]
-        if self.exact and axis.degree > 1:
-            results = []
-            for rank, parts in enumerate(zip(*(tensor.split(here) for tensor in arrived), strict=True)):
-                with self._parameters_of(module, rank):
-                    results.append(compute(arriving[rank : rank + 1], received[rank : rank + 1], *parts))
-            result = torch.cat(results)
-        else:
-            result = compute(arriving, received, *arrived)
-        return self._travelled(result, here, there)
+        return self._travelled(compute(arriving, received, *arrived), here, there)
 
     def _travelled(self, tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
-        if self.axis.degree == 1:
-            return tensor
         there = partial(self.axis.all_to_all, num_sent=num_sent, num_received=num_received)
         return through(tensor, there, partial(self.axis.all_to_all, num_sent=num_received, num_received=num_sent))
-
-    @contextlib.contextmanager
-    def _parameters_of(self, module: nn.Module, rank: int) -> Iterator[None]:
-        """Return a context in which the experts' parameters are those whose gradients are of one rank's rows."""
-        homes = {
-            f"{prefix}.{key}" if prefix else key: (part._parameters, key, parameter)
-            for prefix, part in module.named_modules()
-            for key, parameter in part._parameters.items()
-            if parameter is not None and not parameter.is_meta
-        }
-        self.leaves = self.leaves or [{} for _ in range(self.axis.degree)]
-        leaves = self.leaves[rank]
-        for name, (home, key, parameter) in homes.items():
-            if name not in leaves or leaves[name].data_ptr() != parameter.data_ptr():
-                leaves[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            home[key] = leaves[name]
-        try:
-            yield
-        finally:
-            for home, key, parameter in homes.values():
-                home[key] = parameter
-
-
-def exchange_of(model: nn.Module, block: ExpertBlock) -> Any:
-    """Return the exchange of a divided block."""
-    if block.listed:
-        listed: Any = model.get_submodule(block.name.rpartition(".")[0])
-        return listed.listed_experts.exchange
-    return model.get_submodule(block.name).expert_exchange
-
-
-def source_gradients(model: nn.Module, block: ExpertBlock) -> list[Gradients]:
-    """Return, in exact mode, the gradients of each rank's rows by full parameter name, since they were last cleared."""
-    leaves = exchange_of(model, block).leaves
-    return [{f"{block.name}.{name}": leaf.grad for name, leaf in of.items()} for of in leaves]
-
-
-def clear_source_gradients(model: nn.Module, block: ExpertBlock) -> None:
-    """Set the gradients that `source_gradients` returns to None."""
-    for leaves in exchange_of(model, block).leaves:
-        for leaf in leaves.values():
-            leaf.grad = None
 
 
 class _Idle(torch.autograd.Function):
@@ -228,10 +165,10 @@ class _RoutedExperts(nn.Module):
             return result
 
         if multiplies_result:
-            results = exchange.computed(self, compute, edges.diff(), rows)
+            results = exchange.computed(compute, edges.diff(), rows)
         else:
             sorted_weights = through(weights.flatten(), lambda w: w[order], lambda gradient: gradient[places])
-            results = exchange.computed(self, compute, edges.diff(), rows, sorted_weights[:, None])
+            results = exchange.computed(compute, edges.diff(), rows, sorted_weights[:, None])
         if len(results) < len(order):  # slots without an expert
             results = torch.cat([results, results.new_zeros(len(order) - len(results), results.shape[-1])])
         results = through(results, lambda results: results[places], lambda gradient: gradient[order])
@@ -269,8 +206,7 @@ class _SortedExperts(nn.Module):
             sizes = _even(tokens.shape[1], tensor.degree)
             tokens = slice_of(tokens, tensor, 1, sizes)
         rows = tokens.flatten(0, 1)
-        # In exact mode the number of rows that are multiplied together must not depend on the other rows.
-        are_zeros_skipped = not exchange.exact and set(self._parameters) == {"gate_up_proj", "down_proj"}
+        are_zeros_skipped = set(self._parameters) == {"gate_up_proj", "down_proj"}
         is_chosen = (rows.detach() != 0).any(-1) if are_zeros_skipped else torch.ones(len(rows), dtype=torch.bool)
         counts = is_chosen.view(count, -1).sum(1).to(hidden.device)
         (chosen,) = is_chosen.to(hidden.device).nonzero(as_tuple=True)
@@ -285,7 +221,7 @@ class _SortedExperts(nn.Module):
             result: Tensor = own(padded)[places]
             return result
 
-        results = exchange.computed(self, compute, counts, rows[chosen])
+        results = exchange.computed(compute, counts, rows[chosen])
         whole = results.new_zeros(len(rows), results.shape[-1]).index_copy(0, chosen, results)
         if tensor is not None:
             whole = gather(whole.view(count, -1, whole.shape[-1]), tensor, 1, sizes).flatten(0, 1)
@@ -372,7 +308,7 @@ class _ListedExperts:
             return torch.cat([split[place][rank] for rank in range(len(arriving)) for place in split])
 
         counts = torch.tensor(per_expert, device=rows.device)
-        whole = exchange.computed(self.modules, compute, counts, rows)
+        whole = exchange.computed(compute, counts, rows)
         if tensor is not None:
             whole = gather(whole, tensor, 0, sizes)
         parts = iter(whole.split([number for of in lengths for number in of]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from shoal.numerics.operators import raw_bytes
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
+
+if TYPE_CHECKING:
+    from shoal.parallel.experts.gathered import GatheredBlock
 
 # Half-open runs of indices along one dim, in the order of the local tensor.
 Runs = tuple[tuple[int, int], ...]
@@ -204,6 +207,7 @@ class ModelDivision:
     - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
     - `experts`: names of the parameters of experts that ranks divide. Their gradients are sums over an expert group.
+    - `gathered`: blocks with such experts in exact mode.
     - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
     - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
@@ -222,6 +226,7 @@ class ModelDivision:
     writing: set[nn.Module] = field(default_factory=set)
     owners: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    gathered: list[GatheredBlock] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Record that the gradients of `names` are also partial over `axis`.

@@ -8,8 +8,9 @@ that has one of its experts, and there over the host's links; its authors measur
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.workload import Program
@@ -25,6 +26,7 @@ from shoal.planner.profile.values import (
     Unit,
     Weight,
 )
+from shoal.plans.plan import Plan
 
 # Ways in which rows travel. "all_to_all": each row by itself. "deepep": a token once to each host and each rank that
 # need it. "allgather": all tokens to all ranks, and results by a reduce_scatter.
@@ -93,6 +95,47 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
     weights = tuple(part(weight) if weight.of_experts else weight for weight in body.weights)
     dispatches = tuple(dispatch._replace(degree=degree) for dispatch in body.dispatches)
     return replace(body, operations=tuple(map(own, body.operations)), weights=weights, dispatches=dispatches)
+
+
+class GatheredExperts(NamedTuple):
+    """Experts of a rank in exact mode, where `degree` ranks gather them for each microbatch of their own.
+
+    `numel`, `num_bytes`: of all experts; none if nobody divides them. `largest_bytes`: of one layer's experts.
+    """
+
+    degree: int = 1
+    numel: int = 0
+    num_bytes: int = 0
+    largest_bytes: int = 0
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan) -> GatheredExperts:
+        """Return the experts of a plan in exact mode."""
+        if plan.layout.expert == 1:
+            return cls()
+        weights = [[w for w in unit.body.weights if w.of_experts] for unit in profile.units]
+        sizes = [sum(w.numel * w.itemsize for w in of_unit) for of_unit in weights]
+        return cls(plan.layout.expert, sum(w.numel for of in weights for w in of), sum(sizes), max(sizes))
+
+    def seconds(self, network: Network) -> float:
+        """Return the seconds in which they travel to a microbatch's forward and backward, and their gradients back."""
+        if not self.num_bytes:
+            return 0.0
+        group = network.group(self.degree, 1)
+        gather, back = (network.seconds(kind, self.num_bytes, group) for kind in ("all_gather", "all_to_all"))
+        return 2 * gather + back
+
+    def stored(self, memory: Mapping[str, float], per_element: float, owners: int) -> dict[str, float]:
+        """Return bytes by category of a rank that stores its experts alone, from those of all experts.
+
+        `per_element`: bytes of optimizer state. `owners`: ranks that divide the state of other parameters.
+        """
+        rest = 1 - 1 / self.degree
+        return {
+            "parameters": memory["parameters"] - self.num_bytes * rest,
+            "gathered": memory["gathered"] + self.largest_bytes,
+            "optimizer": memory["optimizer"] - per_element * self.numel * (1 / owners - 1 / self.degree),
+        }
 
 
 def exchange_seconds(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.collective_time import Accounts, Network, ShardExchanges, price
 from shoal.planner.predict.compute_time import WINOGRAD, DeviceModel
-from shoal.planner.predict.experts import divided_profile
+from shoal.planner.predict.experts import GatheredExperts, divided_profile
 from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, StageSize, Staging, makespan
 from shoal.planner.predict.workload import (
     CATEGORIES,
@@ -620,7 +620,7 @@ class Predictor:
 
     def predict(self, plan: Plan, grains: int | None = None) -> Prediction:
         """Predict a step of the plan. `grains`: of a replica; None for those of the replica with most."""
-        if (of_degree := self.with_experts(plan.layout.expert)) is not self:
+        if not plan.execution.exact and (of_degree := self.with_experts(plan.layout.expert)) is not self:
             return of_degree.predict(plan, grains)
         ranks, simulated = self.staging.ranks(plan, grains), 0.0
         if plan.layout.pipeline > 1:
@@ -715,6 +715,8 @@ class Predictor:
             terms["parameters"] = self.exchanged.parameters(spread, ranks, 1.0 if on_cpu else self.program.contention)
             if on_cpu:
                 terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
+        if plan.execution.exact:
+            terms["experts"] = GatheredExperts.of(self.work.profile, plan).seconds(self.network) * ranks.microbatches
         last, waits = busiest.last_seconds, terms["launch"] > 0
         terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
         # On a CPU large messages leave the caches, so one large message is no bound.
@@ -772,6 +774,10 @@ class Predictor:
         """
         on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
         memory |= self.states.bytes(self._spread(plan), rank.part, rank.size, ranks.microbatches, on_cpu=on_cpu)
+        if plan.execution.exact:
+            per_element = self.work.profile.state_bytes_per_element + self.program.master_bytes
+            experts = GatheredExperts.of(self.work.profile, plan)
+            memory |= experts.stored(memory, per_element, plan.num_owners)
         # Every rank has the outputs of the global batch, and the gradients by them.
         memory["activations"] = rank.activations + 2 * self.work.output_bytes * self.work.global_batch
         replicas, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes

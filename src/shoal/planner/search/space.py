@@ -309,10 +309,13 @@ def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
 def _expert_degrees(space: Space, most: int) -> Sequence[int]:
     """Return the degrees, up to `most`, that divide the experts of every mixture; 1 for a model without one.
 
-    On devices of several kinds experts are not divided: all ranks of a group would wait for its slowest one.
+    On devices of several kinds experts are not divided: all ranks of a group would wait for its slowest one. In exact
+    mode each rank computes its tokens with all experts, so that the axis saves no time.
     """
     counts = space.facts.num_experts
-    return [degree for degree in divisors(gcd(*counts)) if degree <= most] if counts and not space.kinds else [1]
+    if not counts or space.kinds or space.base.execution.exact:
+        return [1]
+    return [degree for degree in divisors(gcd(*counts)) if degree <= most]
 
 
 def _tensor_degrees(space: Space) -> Sequence[int]:
@@ -367,6 +370,8 @@ def illegal(space: Space) -> Iterator[Illegal]:
         least = next((degree for degree in divisors(gcd(*facts.num_experts)) if degree > 1), None)
         if space.kinds:
             reason = "ranks of several kinds would wait for the slowest"
+        elif space.base.execution.exact:
+            reason = "in exact mode each rank gathers all experts: the axis saves memory but no time"
         elif least is None:
             reason = "the mixtures' numbers of experts have no common divisor"
         else:
@@ -669,5 +674,6 @@ class Bounds:
         """Return the prediction of a plan."""
         key = simplicity(plan) + tuple(plan.layout.__dict__.values())
         if key not in self._predicted:
-            self._predicted[key] = with_experts(self.costs(plan.layout.world_size), plan.layout.expert).predict(plan)
+            degree = 1 if plan.execution.exact else plan.layout.expert
+            self._predicted[key] = with_experts(self.costs(plan.layout.world_size), degree).predict(plan)
         return self._predicted[key]

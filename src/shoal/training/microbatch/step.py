@@ -431,7 +431,7 @@ class ForwardBackward:
             total = self.with_gradient(microbatch.step, total)
         parts.clock.mark("backward")
         try:
-            strategy.backward(microbatch, total, sums, last)
+            strategy.backward(microbatch if counts else replace(microbatch, grains=()), total, sums, last)
         except (NotFusibleError, ShoalError):
             raise
         except Exception as error:

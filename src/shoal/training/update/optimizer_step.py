@@ -581,7 +581,7 @@ class Updater:
         self.optimizer, self._sharded_model = optimizer, sharded_model
         self._matrix_owners = matrix_owners
         self._division, self._compression = strategy.update_division, strategy.compression
-        self._hooks = sharded_model.hooks
+        self._hooks, self._expert_grains = sharded_model.hooks, strategy.expert_grains
         for part in parts(optimizer).values():
             for parameter in [p for p in part.state if isinstance(p, Tensor) and not self._division.updates(p)]:
                 del part.state[parameter]  # made for a parameter of another rank
@@ -594,7 +594,8 @@ class Updater:
                 conflict="complex numbers have no order, by which torch could clip them",
                 remedy="use clip_norm",
             )
-        self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
+        apart = self._expert_grains.is_apart if self._expert_grains is not None else lambda _: False
+        self._parameters = [(p, sharded_model.counts(name) and not apart(p)) for name, p in whole]
         # Name, home, key and value of each parameter that is not gathered from other ranks.
         self._places = [
             (name, sharded_model.model.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2], p)
@@ -691,6 +692,8 @@ class Updater:
             self._hooks.call(dict(self._sharded_model.parameters()), key)
             (gradients, counted), rest, norm = self._gradients(), 1.0, None
         own = global_norm(counted) if norm is None else settled(counted, norm)
+        if self._expert_grains is not None:
+            own = self._expert_grains.norm(own)
         norm = self._division.norm(own) * abs(rest)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None and skips:
