@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shoal.distributed.collectives.fixed_tree import TreeSum
 from shoal.distributed.mesh import EXPERT_COPIES
@@ -27,7 +28,6 @@ from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.experts.blocks import ExpertBlock
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.tensor.layers import with_base
-
 
 # Elements that the widest CPU kernels of torch 2.13 compute at once; 16-bit SGD rounds the remaining ones differently.
 _EVEN = 64
@@ -99,7 +99,7 @@ class GatheredBlock:
             for whole, values in zip(wholes, every if self.block.listed else [every], strict=True):
                 whole.untyped_storage().resize_(whole.nbytes)  # kernels see the alignment of memory of its own
                 # Views that autograd has saved stay valid.
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):
+                with torch.no_grad(), _unsafe_preserve_version_counter(whole):
                     whole.copy_(values)
 
     def before_backward(self, gradient: Tensor) -> None:

@@ -100,12 +100,13 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
 class GatheredExperts(NamedTuple):
     """Experts of a rank in exact mode, where `degree` ranks gather them for each microbatch of their own.
 
-    `numel`, `num_bytes`: of all experts; none if nobody divides them. `largest_bytes`: of one layer's experts.
+    `num_bytes`, `state_bytes`: of the parameters of all experts, and of their optimizer state; none if nobody divides
+    them. `largest_bytes`: of the parameters of one layer's experts.
     """
 
     degree: int = 1
-    numel: int = 0
     num_bytes: int = 0
+    state_bytes: float = 0.0
     largest_bytes: int = 0
 
     @classmethod
@@ -115,7 +116,8 @@ class GatheredExperts(NamedTuple):
             return cls()
         weights = [[w for w in unit.body.weights if w.of_experts] for unit in profile.units]
         sizes = [sum(w.numel * w.itemsize for w in of_unit) for of_unit in weights]
-        return cls(plan.layout.expert, sum(w.numel for of in weights for w in of), sum(sizes), max(sizes))
+        numel = sum(w.numel for of_unit in weights for w in of_unit if w.trainable)
+        return cls(plan.layout.expert, sum(sizes), numel * profile.state_bytes_per_element, max(sizes))
 
     def seconds(self, network: Network) -> float:
         """Return the seconds in which they travel to a microbatch's forward and backward, and their gradients back."""
@@ -125,16 +127,16 @@ class GatheredExperts(NamedTuple):
         gather, back = (network.seconds(kind, self.num_bytes, group) for kind in ("all_gather", "all_to_all"))
         return 2 * gather + back
 
-    def stored(self, memory: Mapping[str, float], per_element: float, owners: int) -> dict[str, float]:
+    def stored(self, memory: Mapping[str, float], owners: int) -> dict[str, float]:
         """Return bytes by category of a rank that stores its experts alone, from those of all experts.
 
-        `per_element`: bytes of optimizer state. `owners`: ranks that divide the state of other parameters.
+        `owners`: ranks that divide the optimizer state of other parameters.
         """
         rest = 1 - 1 / self.degree
         return {
             "parameters": memory["parameters"] - self.num_bytes * rest,
             "gathered": memory["gathered"] + self.largest_bytes,
-            "optimizer": memory["optimizer"] - per_element * self.numel * (1 / owners - 1 / self.degree),
+            "optimizer": memory["optimizer"] - self.state_bytes * (1 / owners - 1 / self.degree),
         }
 
 

@@ -775,9 +775,7 @@ class Predictor:
         on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
         memory |= self.states.bytes(self._spread(plan), rank.part, rank.size, ranks.microbatches, on_cpu=on_cpu)
         if plan.execution.exact:
-            per_element = self.work.profile.state_bytes_per_element + self.program.master_bytes
-            experts = GatheredExperts.of(self.work.profile, plan)
-            memory |= experts.stored(memory, per_element, plan.num_owners)
+            memory |= GatheredExperts.of(self.work.profile, plan).stored(memory, plan.num_owners)
         # Every rank has the outputs of the global batch, and the gradients by them.
         memory["activations"] = rank.activations + 2 * self.work.output_bytes * self.work.global_batch
         replicas, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes

@@ -68,6 +68,24 @@ def test_a_token_crosses_the_network_once_a_host() -> None:
     assert once.terms["experts"] < predicted(data=4, expert=4, hosts=2).terms["experts"]
 
 
+def test_in_exact_mode_the_experts_travel() -> None:
+    num_bytes, beside = 2 * 2 * 4 * 4e6, 2 * 4e6
+    layout, exact = {"data": 4, "expert": 4}, {"exact": True}
+    case = work(blocks=2, batch=8, body=of_experts(block(cut=False)))
+    plans = [
+        Plan().with_sections(layout=own, execution=exact, batch={"grains_per_microbatch": 1})
+        for own in (layout, {"data": 4})
+    ]
+    divided, whole = (predict(plan, case, cluster(4, 1), QUIET) for plan in plans)
+    assert divided.terms["compute"] == whole.terms["compute"]
+    assert whole.terms["experts"] == 0.0
+    # Two microbatches gather all experts twice and send all gradients, three quarters of the bytes at 10 GB/s.
+    assert divided.terms["experts"] == pytest.approx(2 * 3 * num_bytes * 0.75 / 1e10, rel=1e-2)
+    assert divided.memory["parameters"] == num_bytes / 4 + beside
+    assert divided.memory["gathered"] == num_bytes / 2
+    assert divided.memory["optimizer"] == 2 * (num_bytes / 4 + beside)
+
+
 def test_gradients_of_experts_are_summed_over_the_ranks_with_the_same_ones() -> None:
     quiet = replace(QUIET, overlap=False)
     alone, copies = predicted(quiet, data=4, expert=4), predicted(quiet, data=4, expert=2)
