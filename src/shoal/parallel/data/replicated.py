@@ -483,7 +483,7 @@ class ExactDataParallel(Strategy):
         experts: ExpertGrains | None = None,
     ) -> None:
         super().__init__(model, mark, update_division)
-        self.expert_grains, self.syncs_every_microbatch = experts, experts is not None
+        self.expert_grains, self.syncs_every_microbatch = experts, bool(model.division.experts)  # ranks gather them
         self._parameters, self._tree = list(parameters), tree
         self._sparse_rows = sparse or SparseRows((), model.mesh, torch.float32)
         self.sparse = self._sparse_rows.parameters

@@ -72,6 +72,8 @@ class GatheredBlock:
                 one = self._stored_of(homes)[0]
                 shape = one.shape if self.block.listed else (self.block.count, *one.shape[1:])
                 self.wholes.append([nn.Parameter(one.new_empty(shape), home.own.requires_grad) for home in homes])
+        is_recomputed = torch._C._current_graph_task_id() != -1  # and its backward follows
+        if not is_recomputed:
             self.free()
         self._stored = [
             torch.stack(parts) if self.block.listed else parts[0] for parts in map(self._stored_of, self.homes)
@@ -84,7 +86,7 @@ class GatheredBlock:
         finally:
             for home, parameter in own:
                 home.parameters[home.key] = parameter
-            if torch._C._current_graph_task_id() == -1:  # else a recomputation, whose backward follows
+            if not is_recomputed:
                 self.free()
 
     def _stored_of(self, homes: Sequence[_Home]) -> list[Tensor]:
