@@ -143,7 +143,7 @@ class GatheredBlock:
             sizes = (each,) * self.axis.degree
             arrived = self.axis.all_to_all(sent, sizes, sizes).unflatten(0, (self.axis.degree, each))
             for number, home in enumerate(homes):
-                if not home.own.is_meta:
+                if home.own.requires_grad and not home.own.is_meta:
                     own = arrived[:, number - each * self.axis.place] if self.block.listed else arrived
                     yield home.name, own, given[place - len(homes) + number]
 
