@@ -33,7 +33,7 @@ from shoal.parallel.tensor.layers import with_base
 _EVEN = 64
 
 
-class _Home(NamedTuple):
+class _ParameterHome(NamedTuple):
     """Place of a parameter in the model: its module's parameters, the key there, and its full name."""
 
     parameters: dict[str, nn.Parameter | None]
@@ -58,7 +58,7 @@ class GatheredBlock:
 
     block: ExpertBlock
     axis: TensorAxis
-    homes: list[list[_Home]]
+    homes: list[list[_ParameterHome]]
     others: list[GatheredBlock]  # all blocks of the model, in its order
     wholes: list[list[nn.Parameter]] = field(default_factory=list)
     _stored: list[Tensor] = field(default_factory=list)  # this rank's part of each whole, since the last forward
@@ -89,7 +89,7 @@ class GatheredBlock:
             if not is_recomputed:
                 self.free()
 
-    def _stored_of(self, homes: Sequence[_Home]) -> list[Tensor]:
+    def _stored_of(self, homes: Sequence[_ParameterHome]) -> list[Tensor]:
         return [home.own.detach() for home in homes if not home.own.is_meta]
 
     def gather(self) -> None:
@@ -171,11 +171,11 @@ def gather_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, others:
 
     Afterwards each parameter must have the rank's experts alone. The block's forwards and backwards communicate.
     """
-    homes: dict[str, list[_Home]] = {}  # by the name within an expert
+    homes: dict[str, list[_ParameterHome]] = {}  # by the name within an expert
     for name in block.parameters:
         home, _, key = name.rpartition(".")
         within = name.removeprefix(f"{block.name}.").partition(".")[2] if block.listed else key
-        homes.setdefault(within, []).append(_Home(model.get_submodule(home)._parameters, key, name))
+        homes.setdefault(within, []).append(_ParameterHome(model.get_submodule(home)._parameters, key, name))
     others.append(GatheredBlock(block, axis, list(homes.values()), others))
     module: Any = model.get_submodule(block.name.rpartition(".")[0] if block.listed else block.name)
     if isinstance(module, _GatheringForward):
