@@ -30,6 +30,16 @@ def main(rank: int, world: int, place: str) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+    if arguments.spawn:  # statistics of all ranks, with their gradients
+        whole = torch.randn(4 * world, 6, 2, generator=generator).cuda().requires_grad_()
+        own = whole.detach()[4 * rank : 4 * rank + 4].requires_grad_()
+        norm = nn.SyncBatchNorm(6, affine=False).cuda()
+        alone = nn.BatchNorm1d(6, affine=False).cuda()
+        for part, of in ((own, norm), (whole, alone)):
+            of(part).pow(3).sum().backward()
+        torch.testing.assert_close(own.grad, whole.grad[4 * rank : 4 * rank + 4])
+        torch.testing.assert_close((norm.running_mean, norm.running_var), (alone.running_mean, alone.running_var))
+        DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), norm).cuda(), device_ids=[rank])
     net = torch.compile(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).cuda())
     model = DistributedDataParallel(net, device_ids=[rank], output_device=rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)

@@ -29,6 +29,7 @@ TOLERANCE, WIDE_TOLERANCE = 2e-3, 3e-2
 # Cause and remedy of each finding.
 _STEPS = ("ranks have unequal numbers of batches", "use drop_last=True or a DistributedSampler, which pads")
 _SAMPLES = ("the loader has no DistributedSampler, or is not prepared", "give it one, or prepare the loader")
+_DRAWN = ("they are drawn from equal seeds: those of another optimizer differ", "add the rank to the seed of the noise")
 _SHARED = ("the data is divided by rank twice: a part is never read", "give every rank the whole dataset")
 _EPOCH = ("set_epoch is not called", "call sampler.set_epoch(epoch) before each pass")
 _ORDER = ("the sampler's seed stays the same", "call set_epoch, or give the sampler a generator that goes on")
@@ -36,6 +37,7 @@ _BEGIN = ("nothing broadcasts rank 0's values", "wrap the model (DDP broadcasts)
 _MEANS = ("a mean over each microbatch or rank", "sum the losses, and divide by the tokens of the global batch")
 _WEIGHTS = ("microbatches, ranks or another count divide it", "leave it if that is wanted (several losses, a sum)")
 _PARTS = ("the seed follows the rank, not its place among data ranks", "follow the data mesh's get_local_rank()")
+_UNSUMMED = ("the output of a part is not summed over them", "give RowwiseParallel its own output layout")
 _STATE = "the forward depends on more than inputs, weights and random state, such as the number of ranks"
 _EARLY = ("the optimizer was made before the model was wrapped, moved or loaded", "make it afterwards")
 _NORMS = ("each rank clips by its own norm", "clip by the wrapper's own clip_grad_norm_, after the last backward")
@@ -55,7 +57,12 @@ _CLASSES = ("classes are weighed by their numbers in a microbatch", "weigh them 
 _SMALLER = ("a sum over a process's samples, averaged over processes", "divide by its samples, or scale the rate")
 _MIXED = ("zero_grad is missing, or comes too early", "set gradients to zero before the first backward of the update")
 _CHANGE = ("the script changes gradients itself, which is not checked further", "leave it if that is wanted")
+_NEGATIVES = ("the loss compares samples of one rank: more processes, fewer of them", "gather them, with gradients")
+_PLACES = ("targets do not begin at the rank's own rows", "add rank * samples to them, or gather own rows first")
+_GATHERED = ("gradients lack what other ranks' losses have of them", "gather by torch.distributed.nn.functional")
+_IDLE = ("they were left out when the optimizer was made", "leave it if they stay as they are: requires_grad_(False)")
 _UNLIKE = ("losses have weights of their own, such as those of mixup", "leave it if that is wanted")
+_PARTIAL = ("each microbatch is clipped by itself", "clip once, after the last backward of the update")
 _BY_HAND = ("gradients are clipped or scaled by hand, on all ranks alike", "leave it if that is wanted")
 
 
@@ -98,6 +105,7 @@ class Evidence:
     def __init__(self, records: list[dict[str, Any]], replay: dict[str, Any] | None) -> None:
         self.records, self.replayed = records, replay["steps"] if replay is not None else None
         self.coverage = Coverage()
+        self.summed = set[int]()  # steps whose gradients are sums over ranks, of losses divided by the whole batch
         self.num_steps = min(len(record["steps"]) for record in records)
         self.order = [
             f"{number}:{name}" for number, module in enumerate(records[0]["modules"]) for name in module["shapes"]
@@ -159,7 +167,7 @@ class Evidence:
 
 def findings_of(evidence: Evidence) -> list[Finding]:
     """Return all findings, the first in time and cause first."""
-    checks = (_processes, _data, _initial, _losses, _forwards, _gradients, _schedule, _updates)
+    checks = (_processes, _data, _initial, _forwards, _gradients, _losses, _schedule, _updates)
     return in_order(finding for check in checks for finding in check(evidence))
 
 
@@ -195,14 +203,19 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
         shared |= {number: pairs} if pairs else {}
     whole = all(any(one == of for one, of in pairs) for pairs in shared.values())
+    apart: dict[Any, bool] = {}  # by optimizer, whether all ranks have samples of their own in its steps
+    for number, pairs in shared.items():
+        optimizer = evidence.records[0]["steps"][number]["optimizer"]
+        apart[optimizer] = apart.get(optimizer, True) and not any(one for one, _ in pairs)
+    cause = _DRAWN if any(apart.values()) else _SAMPLES
     for number, pairs in shared.items():
         same, size = max(pairs, key=lambda pair: pair[0] / pair[1])
         if 2 * same < size:
             continue
         said = f"train on the same {size} samples" if same == size else f"share {same} samples of {size}"
         said = f"{'all ranks' if all(one == of for one, of in pairs) else 'two ranks'} {said}"
-        fails = same == size and (size > 3 or whole)  # chance makes a few samples equal
-        yield Finding(number, "data", "samples", said, None, *_SAMPLES, fails=fails)
+        fails = same == size and (size > 3 or whole) and cause is _SAMPLES  # chance makes a few samples equal
+        yield Finding(number, "data", "samples", said, None, *cause, fails=fails)
         break
     loaders = [record["loaders"][0] for record in evidence.records if record["loaders"]]
     if len({one.get("subset") for one in loaders}) > 1 and all(one["shares"] > 1 for one in loaders):
@@ -287,11 +300,23 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                 weight = _total(loss) / scale / loss["count"]
                 classes.setdefault((place, loss["function"]), set()).add(loss["classes"])
                 by_place.setdefault((place, loss["function"]), []).append((weight, loss["count"]))
+        if gathered := {name for step in steps for name in step["gathered"]}:
+            said = f"{', '.join(sorted(gathered))} brings other ranks' values of a forward without their gradient"
+            yield Finding(number, "loss", "gathered values", said, None, *_GATHERED, fails=False)
+        pairs = [[(*own["pairs"], own["count"]) for own in step["losses"] if own["pairs"]] for step in steps]
+        if len(evidence.groups) == ranks > 1 and all(pairs) and len({own[0][0] for own in pairs}) == 1:
+            begin, columns, count = pairs[0][0]
+            if columns in (count, count * ranks):
+                said = f"on all ranks, row n of {count} has the target n + {begin} of {columns}"
+                cause = _NEGATIVES if columns == count else _PLACES
+                yield Finding(number, "loss", "targets", said, None, *cause, fails=False)
         for (_, function), digests in classes.items():
             if len(digests) > 1:
                 said = f"{len(digests)} forwards of one update weigh the classes differently"
                 yield Finding(number, "loss", f"weight of {function}", said, None, *_CLASSES, fails=False)
-        for (_, function), weights in by_place.items():
+        parts_of = 1 if number in evidence.summed else ranks
+        totals = {place: sum(weight * count for weight, count in own) / parts_of for place, own in by_place.items()}
+        for (place, function), weights in by_place.items():
             evidence.coverage.losses += len(weights)
             each = [abs(weight) for weight, _ in weights]
             least, most = min(each), max(each)
@@ -305,8 +330,10 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
                     said += "elements are averaged each by itself"
                 yield Finding(number, "loss", function, said, None, *cause, fails=fails)
                 continue
-            total = sum(weight * count for weight, count in weights) / ranks
-            if not math.isclose(total, 1.0, rel_tol=5 * evidence.tolerance):
+            total, whole = totals[place, function], [*totals.values(), sum(totals.values())]
+            own = [one for one in steps[0]["losses"] if one["function"] == function and one["reduction"] != "mean"]
+            whole += [total * one["rows"] / one["count"] for one in own if one["count"]]  # a sum over each row
+            if not any(math.isclose(one, 1.0, rel_tol=5 * evidence.tolerance) for one in whole):
                 said = f"the weights of all elements sum to {total:.4g}, not 1"
                 yield Finding(number, "loss", function, said, None, *_WEIGHTS, fails=False)
 
@@ -365,12 +392,25 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             copies = any(record["alone"] for record in evidence.records)
             fails = (used == 0 or strange > used) and not copies
             yield Finding(number, "update", name, said, None, *_EARLY, fails=fails)
+        idle = [key for key in evidence.order if key in evidence.records[0]["idle"]]
+        if number == 0 and idle and not any(step["strange"] for step in steps):
+            said = (
+                f"{several(len(idle), 'parameter')} of {len(evidence.order)} get gradients, and no optimizer has them"
+            )
+            yield Finding(number, "update", evidence.named(idle[0]), said, None, *_IDLE, fails=False)
         for clips in zip(*(step["clips"] for step in steps), strict=False):
             norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
             if norms and max(norms) > clips[0]["limit"] and max(norms) > (1 + 10 * evidence.tolerance) * min(norms):
                 said = f"ranks clip by {_listed(norms)}"
                 yield Finding(number, "clipping", "norm of all gradients", said, None, *_NORMS)
                 break
+        last = {key: own[-1] for key, own in steps[0]["passes"].items() if own}
+        by_clip = [
+            (clip["backwards"], key) for clip in steps[0]["clips"] if "backwards" in clip for key in clip["keys"]
+        ]
+        if any(then < last.get(key, 0) for then, key in by_clip):
+            said = "gradients are clipped, and a later backward of the same update adds to them"
+            yield Finding(number, "clipping", "accumulated gradients", said, None, *_PARTIAL, fails=False)
         for rank, step in enumerate(steps):
             erased = [key for key in step["erased"] if key in step["gradients"]]
             if erased:
@@ -379,7 +419,8 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
                 yield Finding(number, "backward", evidence.named(erased[0]), said, rank, *_ERASED, fails=False)
                 break
         began, passes = steps[0]["began"], steps[0]["passes"].values()
-        if mixed := sum(bool(own) and own[0] <= began < own[-1] for own in passes):
+        carried = number and sum(key in steps[0]["gradients"] for key in steps[0]["carried"])
+        if mixed := carried or sum(bool(own) and own[0] <= began < own[-1] for own in passes):
             said = f"the gradients of {several(mixed, 'parameter')} are from before the last update and from after it"
             name = evidence.records[0]["optimizers"][steps[0]["optimizer"]]
             yield Finding(number, "backward", name, said, None, *_MIXED, fails=False)
@@ -495,6 +536,14 @@ def _reduction(
         distance(h.double(), _clipped(o.double() / _scale(step), step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
+        if beside := next((group for group in evidence.groups if len(group) > 1), None):
+            rows = {str([call["rows"] for call in steps[rank]["calls"]]) for rank in beside}
+            model = evidence.records[0]["modules"][int(key.partition(":")[0])]["class"]
+            said = f"ranks {_listed(sorted(beside))} compute parts of one forward, and have different "
+            phase, what = ("data", "samples") if len(rows) > 1 else ("forward", "gradients of one parameter")
+            cause = _PARTS if len(rows) > 1 else _UNSUMMED
+            yield Finding(number, phase, "samples" if len(rows) > 1 else model, said + what, None, *cause)
+            return
         said = f"each rank's optimizer gets the rank's own gradient{many}"
         yield Finding(number, "reduction", name, said, None, *_ALONE)
         return
@@ -513,7 +562,8 @@ def _reduction(
     if constant and not (by_hand and all(abs(max(times, 1.0 / times) / n - 1.0) > 0.02 for n in counts)):
         loss = _total_weight(evidence, steps)
         if loss is not None and math.isclose(loss * times, 1.0, rel_tol=5 * evidence.tolerance):
-            return  # the loss is divided by the whole batch, and gradients are summed
+            evidence.summed.add(number)  # the loss is divided by the whole batch
+            return
         said = f"the gradient is {times:.4g} times the mean over {ranks} ranks{many}"
         remedy = f"divide by {ranks} once, or let the wrapper do it"
         of_factor.append((times, Finding(number, "reduction", name, said, None, _FACTORS, remedy)))

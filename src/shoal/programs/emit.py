@@ -104,7 +104,7 @@ class Framework:
         The first lines of the text are `heads` and the notes, except in JSON.
         """
         text, notes = self.write(plan, facts)
-        if lacking := [axis for axis in ("shard", "tensor", "pipeline", "context") if axis not in self.axes]:
+        if lacking := [axis for axis in _AXES if axis not in self.axes]:
             notes.append(f"It has no axis for {', '.join(lacking)}: such layouts were not considered.")
         head = "".join(f"{self.comment}{line}\n" for line in (*heads, *notes)) if self.comment else ""
         return head + text, notes

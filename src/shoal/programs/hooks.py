@@ -153,6 +153,7 @@ def observe_calls(recorder: observer.ScriptRecorder) -> None:
         recorder.left.look(unchanged)
         limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         about: dict[str, Any] = {"kind": kind, "limit": float(limit or 0.0), "norm": None, "keys": keys}
+        about["backwards"] = recorder.num_backwards
         about["raw"] = bool(recorder.step["scales"]) and not recorder.step["unscaled"]
         if kind == "norm" and parts.is_sharded(result) and any(not one.is_replicate() for one in result.placements):
             recorder.note("the norm by which gradients are clipped: each rank has a part of it")
@@ -196,7 +197,8 @@ def observe_calls(recorder: observer.ScriptRecorder) -> None:
             result = run(*args, **kwargs)
         finally:
             recorder.thread.loss = False
-        weigh(recorder, name, result, kwargs.get("target", args[1] if len(args) > 1 else None), kwargs)
+        options = dict(zip(("input", "target"), args, strict=False)) | kwargs
+        weigh(recorder, name, result, options.get("target"), options)
         return result
 
     for name in LOSSES:
@@ -224,6 +226,11 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
             recorder.exchanges.add(run.__name__)
         elif run.__name__ in SENDS and not caller.startswith("torch."):
             recorder.exchanges.add(run.__name__)
+        elif run.__name__.startswith("all_gather") and not caller.startswith("torch."):
+            own = {one.untyped_storage()._cdata for ref in recorder.outputs if (one := ref()) is not None}
+            tensors = observer.tensors_of((args, kwargs))
+            if own and any(t.requires_grad or t.untyped_storage()._cdata in own for t in tensors if t.ndim):
+                recorder.step["gathered"].append(run.__name__)
         result = run(*args, **kwargs)
         if call is None and not caller.startswith("torch."):  # gradients that the script sums itself
             recorder.left.look(recorder.known.keys_of_gradients(observer.tensors_of(args)))
@@ -275,7 +282,14 @@ def weigh(recorder: observer.ScriptRecorder, name: str, result: Any, target: Any
         "classes": "",
         "reduction": options.get("reduction", "mean"),
         "gradient": None,
+        "rows": len(target) if target.ndim else 1,
+        "pairs": None,  # where targets that count rows begin, and the number of classes
     }
+    scores = options.get("input")
+    if name == "cross_entropy" and target.ndim == 1 and whole > 3 and isinstance(scores, torch.Tensor):
+        begin = target[0]
+        if torch.equal(target, begin + torch.arange(whole, device=target.device)):
+            about["pairs"] = int(begin), scores.shape[-1]
     if about["weighted"] and name in OF_CLASSES:
         (about["classes"],) = observer.digests([options["weight"]])
     about["call"] = len(recorder.step["calls"]) - (getattr(recorder.thread, "now", 0) == 0)

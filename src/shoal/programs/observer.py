@@ -21,6 +21,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +173,9 @@ def restore_random(states: dict[str, Any]) -> None:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Return True if two recorded states of one random generator are equal."""
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    """Return True if two states, such as those of a random generator, are equal."""
+    tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors == 2 else not tensors and bool(one == other)
 
 
 def drawn_since(before: dict[str, Any]) -> list[str]:
@@ -197,6 +199,7 @@ class ScriptParts:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.seen: dict[int, list[int]] = {}  # ids of each module's parameters at its newest forward
         self.beside: list[list[int]] = []  # for each module, the ranks that compute parts of one forward
         self.places: dict[int, int] = {}
         self.wrappers: dict[int, nn.Module] = {}  # around a module: by the id of this
@@ -211,6 +214,10 @@ class ScriptParts:
             self.modules.append(module)
             self.beside.append(parts.tensor_ranks(module))
         number = self.places[id(module)]
+        owners = [id(p) for p in module.parameters()]
+        if self.seen.get(number) == owners:  # parts keep their parameters, whose ids nothing else gets
+            return number
+        self.seen[number] = owners
         for part in parts.parts_of(self.wrappers.get(id(module), module), number):
             self.owners.setdefault(id(part.owner), {})[part.key] = None
             self.parts[part.key] = part
@@ -254,26 +261,32 @@ class LeftGradients:
 
     def __init__(self, known: ScriptParts, deaf: set[str]) -> None:
         self._known, self._deaf = known, deaf
-        self._digests: dict[str, str] = {}
+        self._marks: dict[str, Any] = {}  # of the values: themselves on the CPU, else their digests
         self.values: dict[str, torch.Tensor] = {}
 
     def look(self, keys: Iterable[str]) -> None:
         """Note the gradients of these parameters as they are now."""
         gradients = self._known.gradients(() if self._deaf else keys)
-        for (key, gradient), now in zip(gradients.items(), digests(gradients.values()), strict=True):
-            if self._digests.get(key) != now:
-                self._digests[key], self.values[key] = now, parts.host_copy(gradient)
+        for key, now in self._marks_of(gradients).items():
+            if key not in self._marks or not same_state(self._marks[key], now):
+                self.values[key] = parts.host_copy(gradients[key])
+                self._marks[key] = self.values[key] if isinstance(now, torch.Tensor) else now
 
     def unchanged(self, keys: Iterable[str]) -> list[str]:
         """Return those parameters whose gradients are still as they were left."""
-        gradients = self._known.gradients(key for key in keys if key in self._digests)
-        now = zip(gradients, digests(gradients.values()), strict=True)
-        return [key for key, own in now if own == self._digests[key]]
+        gradients = self._known.gradients(key for key in keys if key in self._marks)
+        return [key for key, now in self._marks_of(gradients).items() if same_state(self._marks[key], now)]
+
+    @staticmethod
+    def _marks_of(gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+        own = {key: parts.local(gradient) for key, gradient in gradients.items()}
+        on_host = all(one.device.type == "cpu" and not one.is_sparse for one in own.values())
+        return own if on_host else dict(zip(own, digests(own.values()), strict=True))
 
 
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
-    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased")}
+    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased", "gathered")}
     maps: dict[str, Any] = {
         name: {} for name in ("weights", "buffers", "places", "summed", "carried", "left", "random")
     }
@@ -305,10 +318,10 @@ class ScriptRecorder:
         self._in_backward = 0
         self._first_backward = -1  # the step in which the newest first backward was
         self.in_scaler = self.by_metric = False  # by_metric: a scheduler follows a number
-        self.seconds = 0.0
         self.deaf = set[str]()  # why nothing is recorded now: "done", "full", or a second gradient of one update
         self.joins: float | None = None  # steps before this rank has no more samples; None without DDP's Join
         self.exchanges = set[str]()  # functions by which the script's own forwards get values of other ranks
+        self.outputs: list[Any] = []  # weak references of those before the next backward
         self.hooks = set[str]()  # of DDP, through which gradients are summed
         self.room, self.num_unseen = room, 0  # bytes that the record may have yet; updates after it was full
         self.left = LeftGradients(self.known, self.deaf)
@@ -360,7 +373,6 @@ class ScriptRecorder:
         if not is_trained(module, args):
             self.thread.call = None
             return
-        began = time.perf_counter()
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
         if "deepspeed.runtime.engine" in sys.modules and id(module) not in self.known.places:
             note_engine(self, module)
@@ -394,12 +406,12 @@ class ScriptRecorder:
             "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
             "weights": weights if not self.steps else {},
             "dtypes": dtypes,
+            "frozen": [part.key for part in own if not part.owner.requires_grad],
             "passes": {},
             "gradient_places": {},
             "exchanges": any(isinstance(m, nn.SyncBatchNorm) and m.training for m in module.modules()),
             "digest": self.known.state(number, self._stored),
         }
-        self.seconds += time.perf_counter() - began
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Note the end of a module's forward: arguments, output, and hooks for the gradients of the output."""
@@ -410,7 +422,6 @@ class ScriptRecorder:
         if depth or call is None:
             return
         self.thread.call = None
-        began = time.perf_counter()
         args, self.thread.args = self.thread.args, None
         try:
             call["args"], call["kwargs"] = moved(args), moved(dict(kwargs))
@@ -425,17 +436,15 @@ class ScriptRecorder:
         call["number"] = len(self.step["calls"])
         call["draws"] = drawn_since(call["random"])
         self.step["calls"].append(call)
+        self.outputs += map(weakref.ref, outputs)
         for place, tensor in enumerate(outputs):
             tensor.register_hook(functools.partial(self._output_gradient, call, place))
-        self.seconds += time.perf_counter() - began
 
     def _output_gradient(self, call: dict[str, Any], place: int, gradient: torch.Tensor) -> None:
-        began = time.perf_counter()
         of_pass = call["passes"].setdefault(self.num_backwards, {})
         values = parts.host_copy(gradient)
         of_pass[place] = of_pass[place] + values if place in of_pass else values
         call["gradient_places"][place] = parts.place_of(gradient)
-        self.seconds += time.perf_counter() - began
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -463,13 +472,13 @@ class ScriptRecorder:
         finally:
             self._in_backward -= 1
             if outer:
+                self.outputs.clear()
                 self.left.look(self.known.parts)
 
     def _gradient(self, key: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.deaf:
             return
-        began = time.perf_counter()
-        if parameter.grad is None:
+        if parameter.grad is None and key in self._local:
             self.cleared([parameter])
         self._trained.add(key)
         values = parts.host_copy(gradient)
@@ -478,7 +487,6 @@ class ScriptRecorder:
         passes = self._passes.setdefault(key, [])
         if not passes or passes[-1] != self.num_backwards:
             passes.append(self.num_backwards)
-        self.seconds += time.perf_counter() - began
 
     def cleared(self, parameters: Any) -> None:
         """Note that gradients are set to zero."""
@@ -495,7 +503,6 @@ class ScriptRecorder:
         """Note gradients, rates and weights as the optimizer gets them."""
         if self.deaf:
             return
-        began = time.perf_counter()
         step = self.step
         self.rank, self.world = parts.own_rank(), num_ranks()  # a script may leave its process group before it ends
         step["optimizer"] = self.known.number_of(optimizer)
@@ -537,7 +544,6 @@ class ScriptRecorder:
             numbers = {call["module"] for call in step["calls"]}
             step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
         self._random = random_states()
-        self.seconds += time.perf_counter() - began
 
     def after_update(self, optimizer: Any) -> None:
         """Note weights after an update, and leave after the last step."""
@@ -546,7 +552,6 @@ class ScriptRecorder:
         elif self.deaf or "groups" not in self.step:
             return
         else:
-            began = time.perf_counter()
             if drawn_since(self._random):
                 self.step["random"] = self._random
             every = [part for group in optimizer.param_groups for p in group["params"] for part in self.known.of(p)]
@@ -563,7 +568,6 @@ class ScriptRecorder:
             if self.room < 0.0:
                 self.deaf.add("full")
             self.step = {**new_step(), "began": self.num_backwards}
-            self.seconds += time.perf_counter() - began
         if len(self.steps) + self.num_unseen >= self.num_steps:
             self.write()
             leave(self.folder, self.world)
@@ -616,8 +620,8 @@ class ScriptRecorder:
             "hooks": sorted(self.hooks),
             "num_unseen": self.num_unseen,
             "alone": sorted(k for k in self._trained - own if self._stored.get(k) != self._begin.get(k)),
+            "idle": [key for key in self.left.values if key not in own],
             "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
-            "seconds": self.seconds,
         }
         torch.save(record, path + ".new")  # noqa: TID251  (read with weights_only: data, no code)
         os.replace(path + ".new", path)

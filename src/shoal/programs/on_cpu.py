@@ -91,7 +91,6 @@ def install(devices: int) -> None:
     importlib.import_module("torch._dynamo")  # it keeps tables of functions, which must be torch's own
     _device._device_constructors()  # as this does
     _patch_devices(devices)
-    _patch_accelerator(devices)
     _patch_cuda()
     _patch_factories()
     _patch_moves()
@@ -102,17 +101,14 @@ def install(devices: int) -> None:
     sys.meta_path.append(KernelFinder())
 
 
-# ------------------------------------------------------------------------------------------------------- patching
-
-
 def answer(owner: Any, names: str, value: Any, *, to_torch: bool = False) -> None:
     """Let functions return `value` to callers outside of torch. Torch itself gets the truth, or `value` as well."""
     for name in names.split():
 
         def call(run: Any, *args: Any, label: str = f"{owner.__name__}.{name}", **kwargs: Any) -> Any:
-            if caller(3) != "torch":
-                redirected[label] += 1
-            elif not to_torch:
+            outside = caller(3) != "torch"
+            redirected[label] += outside
+            if not (outside or to_torch):
                 return run(*args, **kwargs)
             return value(*args, **kwargs) if callable(value) else value
 
@@ -159,9 +155,6 @@ def alias(owner: Any, name: str, make: Callable[..., Any]) -> None:
     setattr(owner, name, _Alias(name, (), members))
 
 
-# --------------------------------------------------------------------------------------------------------- devices
-
-
 def _patch_devices(devices: int) -> None:
     device, generator = torch.device, torch.Generator
 
@@ -193,12 +186,9 @@ def _patch_devices(devices: int) -> None:
             raise RuntimeError(f"invalid device ordinal {index}: --cpu has {devices} devices, one for each rank")
         _chosen[:] = [index]
 
-    answer(torch.cuda, "set_device", set_device)
-    answer(torch.accelerator, "set_device_index set_device_idx", set_device)
-
-
-def _patch_accelerator(devices: int) -> None:
     own = torch.accelerator
+    answer(torch.cuda, "set_device", set_device)
+    answer(own, "set_device_index set_device_idx", set_device)
     torch._C._get_accelerator = lambda *check: torch.device("cpu")
     for owner in (torch.cuda, own):
         answer(owner, "is_available", True)
@@ -321,9 +311,6 @@ def _patch_cuda() -> None:
         refuse(owner, "make_graphed_callables", "CUDA graphs need a GPU")
 
 
-# --------------------------------------------------------------------------------------------------------- tensors
-
-
 def _patch_factories() -> None:
     own = _device._device_constructors()
     functions = {n: f for n, f in vars(torch).items() if isinstance(f, (types.FunctionType, types.BuiltinFunctionType))}
@@ -333,8 +320,7 @@ def _patch_factories() -> None:
         on_gpu = names_gpu(kwargs.get("device"))
         if on_gpu:
             kwargs["device"] = "cpu"
-            if caller(3) != "torch":
-                redirected[label] += 1
+            redirected[label] += caller(3) != "torch"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         result = run(*args, **kwargs)
@@ -387,8 +373,7 @@ def _patch_moves() -> None:
 
     @functools.wraps(tensor.cuda)
     def new_cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if caller() != "torch":
-            redirected["Tensor.cuda"] += 1
+        redirected["Tensor.cuda"] += caller() != "torch"
         kwargs.pop("memory_format", None)
         return moved(self, "cuda", (), {})
 
@@ -439,9 +424,6 @@ def _is_of_shoal() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(_SHOAL)
 
 
-# ------------------------------------------------------------------------------------------- precision, processes
-
-
 def _patch_precision() -> None:
     def init_autocast(init: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if names_gpu(device_type):
@@ -484,12 +466,12 @@ def _patch_processes() -> None:
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.nn.functional import all_reduce
 
     def on_gloo(run: Any, *args: Any, **kwargs: Any) -> Any:
         place = 2 if run.__name__ == "new_group" else 0
         if "nccl" in str(kwargs.get("backend", args[place] if len(args) > place else None)):
-            if caller(3) != "torch":
-                redirected[f"{run.__name__}: nccl"] += 1
+            redirected[f"{run.__name__}: nccl"] += caller(3) != "torch"
             if "backend" in kwargs:
                 kwargs["backend"] = "gloo"
             else:
@@ -516,6 +498,28 @@ def _patch_processes() -> None:
             redirected["FullyShardedDataParallel: device_id"] += 1
         init(self, *args, **kwargs)
 
+    def normalized(run: Any, self: Any, x: Any) -> Any:
+        """Normalize by the statistics of all ranks, as torch does on GPUs alone."""
+        group = self.process_group or dist.group.WORLD
+        if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return nn.modules.batchnorm._BatchNorm.forward(self, x)
+        dims, shape, own = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)], x.double()
+        sums = torch.stack([torch.ones_like(own).sum(dims), own.sum(dims), own.square().sum(dims)])
+        count, mean, square = all_reduce(sums, group=group)
+        mean, square = mean / count, square / count
+        variance = square - mean.square()
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            rate = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean), rate)
+                self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var), rate)
+        own = (own - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
+        own = own * self.weight.view(shape) + self.bias.view(shape) if self.affine else own
+        return own.to(x.dtype)
+
+    replace(nn.SyncBatchNorm, "forward", normalized)
+    replace(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
     replace(c10d, "init_process_group", on_gloo)
     replace(c10d, "new_group", on_gloo)
     replace(c10d, "barrier", barrier)

@@ -182,6 +182,9 @@ class ScriptReplay:
             by_name = dict(module.named_modules())
             for name in call["unlike"]:
                 by_name[name].training = not call["training"]
+            for name, p in module.named_parameters():  # a script may freeze one model while it trains another
+                key = f"{call['module']}:{parts.plain_name(name)}"
+                p.requires_grad_(p.is_floating_point() and key not in call["frozen"])
             observer.restore_random(call["random"])
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -36,6 +36,7 @@ def records() -> list[dict[str, Any]]:
             "optimizers": ["SGD"],
             "num_unseen": 0,
             "alone": [],
+            "idle": [],
             "joins": None,
         }
         made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": []}]
@@ -95,6 +96,7 @@ def whole_records() -> list[dict[str, Any]]:
         for number, step in enumerate(rank["steps"]):
             step["calls"][0] |= {"weights": {"0:weight": "w0"}, "outputs": [0], "number": 0}
             loss = {"function": "cross_entropy", "count": 4, "ignored": 0, "weighted": False, "classes": ""}
+            loss |= {"rows": 4, "pairs": None}
             step["losses"] = [loss | {"reduction": "mean", "gradient": 8.0, "call": 0}]
             step |= {"gradients": {"0:weight": torch.ones(2)}, "local": {"0:weight": torch.full((2,), 8.0)}}
             step |= {"groups": [{"names": ["0:weight"], "values": {"lr": 0.1}}], "strange": 0, "after": {}}
@@ -132,6 +134,39 @@ def strange(ranks: list[dict[str, Any]]) -> None:
             step |= {"gradients": {}, "local": {}, "strange": 1, "groups": [{"names": [], "values": {}}]}
 
 
+CLIP = {"kind": "value", "limit": 100.0, "norm": None, "keys": ["0:weight"], "raw": False, "backwards": 2}
+
+
+def drawn(ranks: list[dict[str, Any]]) -> None:
+    """One of two optimizers trains on equal noise on all ranks."""
+    for record in ranks:
+        record["optimizers"] = ["Adam", "SGD"]
+        record["steps"][1] |= {"optimizer": 1}
+        record["steps"][1]["calls"][0]["rows"] = list("abcd")
+
+
+def divided(ranks: list[dict[str, Any]], *, rows: bool) -> None:
+    """Ranks compute parts of one forward, and get other gradients; `rows`: from the same samples."""
+    for rank, record in enumerate(ranks):
+        record["modules"][0]["beside"] = [0, 1]
+        for step in record["steps"]:
+            step["gradients"] = step["local"] = {"0:weight": torch.ones(2) + rank}
+            step["scales"] = []
+            step["losses"] = []
+            step["calls"][0]["rows"] = list("abcd") if rows else step["calls"][0]["rows"]
+
+
+def carried(step: dict[str, Any]) -> None:
+    """The gradient of the step before is still there at the first backward."""
+    step |= {"carried": {"0:weight": torch.ones(2)}, "gradients": {"0:weight": torch.full((2,), 1.125)}}
+
+
+def summed(step: dict[str, Any]) -> None:
+    """The script divides its losses by the whole batch, and sums gradients over ranks."""
+    step |= {"scales": [], "local": {"0:weight": torch.ones(2)}, "gradients": {"0:weight": torch.full((2,), 2.0)}}
+    step["losses"][0]["gradient"] = 0.5
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -141,6 +176,17 @@ def strange(ranks: list[dict[str, Any]]) -> None:
         (divided_twice, (0, "data", "dataset", True)),
         (second(1, lambda step: step["losses"][0].update(classes="a")), (1, "loss", "weight of cross_entropy", False)),
         (in_all(lambda step: step.update(passes={"0:weight": [0, 9]}, began=5)), (0, "backward", "SGD", False)),
+        (in_all(carried), (1, "backward", "SGD", False)),
+        (in_all(lambda step: step.update(clips=[CLIP])), (2, "clipping", "accumulated gradients", False)),
+        (in_all(lambda step: step["gathered"].append("all_gather")), (0, "loss", "gathered values", False)),
+        (in_all(lambda step: step["losses"][0].update(pairs=(0, 4))), (0, "loss", "targets", False)),
+        (in_all(lambda step: step["losses"][0].update(pairs=(0, 8))), (0, "loss", "targets", False)),
+        (in_all(lambda step: step["losses"][0].update(pairs=(0, 10))), None),
+        (lambda ranks: ranks[0].update(idle=["0:weight"]), (0, "update", "weight", False)),
+        (drawn, (1, "data", "samples", False)),
+        (lambda ranks: divided(ranks, rows=False), (0, "data", "samples", True)),
+        (lambda ranks: divided(ranks, rows=True), (0, "forward", "Net", True)),
+        (in_all(summed), None),
         (strange, (0, "update", "SGD", True)),
         (copies, (0, "update", "SGD", False)),
         (second(2, lambda step: step["local"].clear()), (2, "reduction", "weight", True)),
