@@ -65,6 +65,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {"layout": {"data": 2, "shard": 2, "expert": 2}, "memory": {"recompute": "full"}},
     ),
     "balanced, Mixtral": ("mixtral, router logits", {"layout": {"data": 2, "expert": 2}}),
+    "exact": ("routed", {"layout": {"data": 4, "expert": 2}, "execution": {"exact": True}}),
     "recomputed": ("stacked", {"layout": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}}),
 }
 

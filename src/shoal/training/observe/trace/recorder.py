@@ -236,13 +236,18 @@ class TraceRecorder(Observer):
         self._keep(state_by_key(sharded_model.tensors(), parameters, state_slices(sharded_model, tensors)))
 
     def _keep(self, tensors: TensorSlices) -> None:
-        """Store digests of this rank's tensors, and the whole tensors on rank 0. Collective: as `whole_tensors`."""
+        """Store digests of this rank's tensors, and on rank 0 whole tensors with digests of those that are cut.
+
+        Collective: as `whole_tensors`.
+        """
         own = self._trace.digests.setdefault(self._rank, {})
         for key, (part, tensor) in tensors.items():
             own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
         for key, whole in whole_tensors(self._sharded_model, tensors):
             if whole is not None:
                 self._trace.tensors[key] = whole.detach().clone()
+                if key not in own:
+                    own[key] = digest(whole)
 
     def close(self) -> None:
         """Remove the hooks."""
