@@ -65,6 +65,35 @@ class Mixture(nn.Module):
         return result
 
 
+class BalancedRouter(nn.Module):
+    """Chooses by scores and a bias, which moves by the load of the whole batch."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, WIDTH) / WIDTH**0.5)
+        self.register_buffer("bias", torch.zeros(count))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (tokens @ self.weight.T).sigmoid()
+        index = (scores + self.bias).topk(2).indices
+        return scores.gather(1, index), index
+
+
+class BalancedMixture(Mixture):
+    """A mixture with such a router."""
+
+    def __init__(self, count: int, listed: bool) -> None:
+        super().__init__(count, listed)
+        self.router = BalancedRouter(count)  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        weights, index = self.router(tokens)
+        found: Tensor = (self.routed or self.experts)(tokens, index, weights / weights.sum(-1, keepdim=True))  # type: ignore[misc]
+        result: Tensor = found.view_as(hidden) + self.shared(hidden)
+        return result
+
+
 class Block(nn.Module):
     """Causal attention of four heads, and a mixture."""
 
@@ -127,6 +156,14 @@ class Unused(Routed):
         return *super().forward(ids), self.last(self.embed(ids))
 
 
+def biased() -> nn.Module:
+    """The same with routers whose bias balances the load."""
+    model = Language()
+    for block in model.blocks:
+        block.mixture = BalancedMixture(4, False)
+    return model
+
+
 def mixtral(**settings: Any) -> nn.Module:
     """A Mixtral of two layers."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -153,6 +190,7 @@ MODELS = {
     "listed": lambda: Language(listed=True),
     "three": lambda: Language(3),
     "mixtral": mixtral,
+    "biased": biased,
     "routed": Routed,
     "routed, listed": lambda: Routed(listed=True),
     "unused": Unused,
@@ -218,7 +256,8 @@ def job(model: str = "stacked", grains: int = 4, steps: int = 6, **others: Any) 
         "model": MODELS[model],
         **({"outputs": outputs, "loss": balanced_loss} if model in BALANCED else {"loss": loss}),
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        "train_data": tokens(26),
+        "buffers": {"blocks.*.mixture.router.bias": "balance:0.05"} if model == "biased" else {},
+        "train_data": tokens(26, 11 if model == "biased" else 12),
         "eval_data": tokens(9),
         "global_batch": 8,
         "grains": grains,

@@ -59,6 +59,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "unused",
         {"layout": {"data": 3, "expert": 3, "shares": [2, 1, 1]}, "batch": {"grains_per_microbatch": 1}},
     ),
+    "balanced routers, context 2 x data 2, expert 2": ("biased", {"layout": {"context": 2, "data": 2, "expert": 2}}),
+    "ZeRO-1 of copies, expert 2": (
+        "stacked",
+        {"layout": {"data": 2, "shard": 2, "expert": 2}, "shard": {"level": "optimizer"}},
+    ),
     "context 2, listed": ("listed", {"layout": {"context": 2}}),
     "balanced, ZeRO-3 x 2, expert 2, recomputed": (
         "routed",
@@ -89,7 +94,11 @@ def test_verified(name: str, tmp_path: Path) -> None:
 def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:
     out, alone = tmp_path / "run", tmp_path / "alone"
     run(Run(JOB, out, None, arguments=("--layout", "data=4,expert=4", "--steps", "2"))).expect(0)
-    run(Run(JOB, out, None, arguments=("--layout", "shard=2,expert=2", "--resume", "--steps", "4"))).expect(0)
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[layout]\nshard = 4\nexpert = 2\n[shard]\nlevel = "optimizer"\n', encoding="utf-8")
+    run(Run(JOB, out, None, arguments=("--plan", str(plan), "--resume", "--steps", "4"))).expect(0)
+    states = (file for rank in (2, 3) for file in out.glob(f"checkpoints/step-*4/optimizer-0000{rank}-*"))
+    assert any("experts" in name for file in states for name in load_file(file))  # ranks 0 and 1 have the same experts
     run(Run(JOB, out, 1, arguments=("--resume", "--steps", "5"))).expect(0)
     run(Run(JOB, alone, 1, arguments=("--steps", "5"))).expect(0)
     found, wanted = (

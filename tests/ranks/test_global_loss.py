@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import JobError, PlanError, ShoalError
+from shoal.numerics import outputs as numerics_outputs
 from shoal.numerics.outputs import Summed
 from shoal.plans.resolve import complete
 from shoal.training.microbatch import global_loss
@@ -170,8 +171,9 @@ PLANS = {
     [pytest.param(n, id=n, marks=needs_zero23()) if n[:6] in ("ZeRO-2", "ZeRO-3") else n for n in PLANS],
     rare=["ZeRO-2", "float16", "three ranks, accumulated", "by rows, exact"],
 )
-def test_verified_on_each_layout(name: str) -> None:
-    """With dropout, which both passes have to draw alike."""
+def test_verified_on_each_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, which both passes have to draw alike, and evaluations in unequal numbers of pieces."""
+    monkeypatch.setattr(numerics_outputs, "_PIECE", 16)
     job = examples.clip_by_rows if "by rows" in name else examples.clip
     verdict = shoal.verify(job(epochs=1), PLANS[name], steps=2)
     assert verdict.verified, verdict.render()

@@ -7,11 +7,11 @@ ranks and microbatches of a step by a buffer with the rule "sum".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import JobError
 from shoal.numerics.buffer_names import balance_rate, matches
@@ -50,6 +50,8 @@ def _count(router: Any, _: Any, output: Any) -> None:
     chosen = next((t for t in tensors_in(output) if not t.is_floating_point() and t.dtype != torch.bool), None)
     if chosen is None:
         raise _not_a_bias(router.balanced_bias[0], "is in a module that returns no indices of the chosen experts")
+    if hasattr(router, "own_positions"):
+        chosen = router.own_positions(chosen)
     flat = chosen.detach().flatten().long()
     counts += torch.zeros_like(counts).scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -71,6 +73,11 @@ def move_biases(routers: Iterable[nn.Module]) -> None:
 def balanced_routers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that `count_choices` has changed."""
     return (module for module in model.modules() if COUNTS in module._buffers and hasattr(module, "balanced_bias"))
+
+
+def count_positions(router: Any, own_positions: Callable[[Tensor], Tensor]) -> None:
+    """Make a router count a part of what it chooses: `own_positions` of its indices [..., k]."""
+    router.own_positions = own_positions
 
 
 def _not_a_bias(name: str, what: str) -> JobError:

@@ -18,7 +18,7 @@ from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, EXPERT, EXPERT_COPIES, Me
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
-from shoal.numerics.expert_balance import balanced_routers
+from shoal.numerics.expert_balance import COUNTS, balanced_routers, count_positions
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
@@ -74,13 +74,6 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
         return_freed_memory()
     _refuse_complex(model, plan)
     axes = _Axes(source, plan, mesh, precision, model, expert_blocks(model) if plan.layout.expert > 1 else ())
-    balanced: Any = next(balanced_routers(model), None)
-    if balanced is not None and plan.layout.context > 1:
-        raise JobError(
-            given=f'layout.context = {plan.layout.context} with the rule "balance" of {balanced.balanced_bias[0]}',
-            conflict="a rank of the context axis counts the choices of its own positions alone",
-            remedy="use layout.context = 1",
-        )
     axes.division.hooks = hooks = ParameterHooks(model)
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
@@ -169,6 +162,15 @@ class _Axes:
         division.outputs = both(apply_context(self.model, sequences, axis), division.outputs)
         division.add_partial(sequences.partial, "context")
         division.sliced = sequences.sliced
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for router in balanced_routers(self.model):
+            name = names[id(router)]
+            block = next((block for block in sequences.blocks if name.startswith(f"{block}.")), None)
+            if block is None:
+                continue  # each rank counts the choices of all positions
+            around: Any = self.model.get_submodule(block)
+            count_positions(router, around.sequence_role.stream.without_padding)
+            division.by_position.add(f"{name}.{COUNTS}")
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
@@ -337,16 +339,18 @@ def assemble(
         return FastPart(sharded_model, parameters, reduce, mark)
     experts = sharded_model.expert_parameters()
     expert_sums, expert_grains, own_experts = None, None, set(map(id, experts))
+    # `parameters` may be of one of several optimizers.
+    summed_experts = [p for p in parameters if id(p) in own_experts]
     if experts and plan.execution.exact:
         from shoal.parallel.experts.gathered import ExpertGrains
 
         expert_grains = ExpertGrains(sharded_model, num_grains, reduce)
-    elif experts:
+    elif summed_experts:
         copies = mesh.layout.expert_copies()
         summing = None
         if len(copies[0]) > 1:
             summing = open_collective(plan.collectives.all_reduce, Team(mesh.group(EXPERT_COPIES), copies), mesh.device)
-        expert_sums = GradientBuckets(experts, reduce, len(copies[0]), summing)
+        expert_sums = GradientBuckets(summed_experts, reduce, len(copies[0]), summing)
     parameters = [p for p in parameters if id(p) not in own_experts]
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
@@ -366,9 +370,10 @@ def assemble(
             return ExactDataParallel(sharded_model, parameters, shared_tree, mark, division)
         return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan, collective=collective)
     division = UpdateDivision(sharded_model)
-    if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
-        divided = [p for p in trained if id(p) not in own_experts]  # experts stay with their ranks
-        division = ShardedOptimizer(sharded_model, parameters, mark, divided, plan.shard.sizes)
+    if plan.layout.shard > 1:
+        divided = [p for p in trained if id(p) not in own_experts]
+        updated = [*parameters, *summed_experts]
+        division = ShardedOptimizer(sharded_model, updated, mark, divided, plan.shard.sizes, experts=experts)
     rows = SparseRows(sparse, mesh, reduce)
     dense = [p for p in parameters if all(p is not one for one in sparse)]
     if plan.execution.exact:

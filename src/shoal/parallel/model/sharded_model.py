@@ -208,6 +208,7 @@ class ModelDivision:
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
     - `experts`: names of the parameters of experts that ranks divide. Their gradients are sums over an expert group.
     - `gathered`: blocks with such experts in exact mode.
+    - `by_position`: names of buffers that count a rank's positions of the sequences.
     - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
     - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
@@ -227,6 +228,7 @@ class ModelDivision:
     owners: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
     gathered: list[GatheredBlock] = field(default_factory=list)
+    by_position: set[str] = field(default_factory=set)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Record that the gradients of `names` are also partial over `axis`.
@@ -336,10 +338,13 @@ class ShardedModel:
         return self._is_first(name, range(self.mesh.rank))
 
     def counts_buffer(self, name: str) -> bool:
-        """Return True if this rank is the first with its part of `name` among the ranks of the same grains."""
-        place = self.mesh.layout.coordinate
-        here = place(self.mesh.rank)
-        same = [r for r in range(self.mesh.rank) if place(r)[1:3] == (here.data, here.shard)]
+        """Return True if this rank is the first with its part of `name` among the ranks of the same grains.
+
+        Of a buffer `by_position` it is among those of the same positions too.
+        """
+        place, last = self.mesh.layout.coordinate, 4 if name in self.division.by_position else 3
+        here = place(self.mesh.rank)[1:last]
+        same = [r for r in range(self.mesh.rank) if place(r)[1:last] == here]
         return self._is_first(name, same)
 
     def _is_first(self, name: str, others: Iterable[int]) -> bool:

@@ -125,6 +125,13 @@ class Stream:
         padded = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
         return padded.narrow(dim, 0, self.span.length)
 
+    def without_padding(self, part: Tensor) -> Tensor:
+        """Return the positions of a part [samples * positions, k] or [samples, positions, k] that are no padding."""
+        assert self.span is not None
+        size, length = self.span.size, self.span.length
+        own = max(0, min(size, length - self.span.place * size))
+        return part.reshape(-1, size, part.shape[-1])[:, :own]
+
     def whole_output(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return the whole model's output of a module inside a block; call it while the model computes."""
         with torch.no_grad():

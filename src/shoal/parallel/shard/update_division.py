@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.distributed.failures import as_shoal_error
-from shoal.distributed.mesh import raise_together
+from shoal.distributed.mesh import EXPERT_COPIES, raise_together
 from shoal.errors import ShoalError
 from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -37,6 +38,8 @@ class UpdateDivision:
 
     # Whether an update may follow another one before the host reads any of its results.
     queues = True
+    # Whether ranks with the same experts divide the update of these.
+    divides_experts = False
 
     def __init__(self, model: ShardedModel) -> None:
         """Set the model, which other axes may divide."""
@@ -105,10 +108,19 @@ class UpdateDivision:
         step()
 
 
+class _Piece(NamedTuple):
+    """One broadcast of new values."""
+
+    root: int
+    group: dist.ProcessGroup | None
+    members: list[Tensor]
+
+
 class ShardedOptimizer(UpdateDivision):
     """Update of ZeRO stage 1: each rank of a shard group updates the parameters that it owns.
 
-    After the update the owners broadcast the new values within the group.
+    After the update the owners broadcast the new values within the group. Experts that an expert axis divides have
+    owners among the ranks with the same ones.
     """
 
     def __init__(
@@ -118,29 +130,39 @@ class ShardedOptimizer(UpdateDivision):
         mark: Callable[[str], None],
         among: Sequence[Tensor] | None = None,
         room: Sequence[int] = (),
+        *,
+        experts: Sequence[Tensor] = (),
     ) -> None:
         """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest.
 
-        `room`: relative sizes of the ranks' shards; empty for equal ones.
+        `room`: relative sizes of the ranks' shards; empty for equal ones. `experts`: all parameters of this rank's
+        experts, if an expert axis divides them.
         """
         super().__init__(model)
         self._mesh, self._mark = model.mesh, mark
         self._parameters = [p for p in parameters if id(p) not in self._matrix_owners]
-        self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
-        self._group = self._mesh.group("shard")
-        self._owners = owners(parameters if among is None else among, self._ranks, room) | self._matrix_owners
-        self._divided: tuple[list[int], list[tuple[int, list[Tensor]]]] = [], []  # the last result of `_pieces`
+        ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
+        self._owners = owners(parameters if among is None else among, ranks, room) | self._matrix_owners
+        # Ranks and group of the usual parameters, then of the experts: one order on all ranks.
+        self._groups = [(ranks, self._mesh.group("shard"))]
+        self._own_experts = set(map(id, experts))
+        copies = next(ranks for ranks in self._mesh.layout.expert_copies() if self._rank in ranks)
+        if experts and len(copies) > 1:
+            self.divides_experts = True
+            self._groups.append((copies, self._mesh.group(EXPERT_COPIES)))
+            self._owners |= owners(experts, copies)
+        self._divided: tuple[list[int], list[_Piece]] = [], []  # the last result of `_pieces`
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Call the optimizer's `step` for this rank's parameters, then exchange the new values.
 
-        Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters, all their bytes
-        once.
+        Collective: all ranks, a JSON gather; the shard group, and that of the ranks with the same experts, a broadcast
+        of each owner's parameters, all their bytes once.
         Raises: on every rank, if `step` raised on any. `queued` skips the gather, and only the failed rank raises.
         """
         updated = [p for p in self._parameters if p.grad is not None]
         for parameter in updated:
-            if self._owners[id(parameter)] != self._rank:
+            if not self.updates(parameter):
                 parameter.grad = None
         error = error_of(step)
         self._mark("exposed_communication")
@@ -153,14 +175,14 @@ class ShardedOptimizer(UpdateDivision):
         with torch.no_grad():
             while waiting or under_way:
                 if waiting and len(under_way) <= PIECES_AT_ONCE:
-                    root, members = waiting.popleft()
+                    root, group, members = waiting.popleft()
                     if len(members) == 1 and members[0].is_contiguous():
                         sent = members[0].detach()
                     elif root == self._rank:
                         sent = torch.cat([parameter.reshape(-1) for parameter in members])
                     else:
                         sent = members[0].new_empty(sum(map(Tensor.numel, members)))
-                    under_way.append((dist.broadcast(sent, root, group=self._group, async_op=True), sent, members))
+                    under_way.append((dist.broadcast(sent, root, group=group, async_op=True), sent, members))
                     continue
                 work, sent, members = under_way.popleft()
                 work.wait()
@@ -169,17 +191,19 @@ class ShardedOptimizer(UpdateDivision):
                         parameter.copy_(part.view(parameter.shape))
         self._mark("optimizer")
 
-    def _pieces(self, parameters: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """Return, for each broadcast, its root and the parameters that it sends."""
+    def _pieces(self, parameters: list[Tensor]) -> list[_Piece]:
+        """Return the broadcasts of these parameters."""
         key = list(map(id, parameters))
         if key != self._divided[0]:  # mostly each step updates the same parameters
             broadcasts = []
-            for root in self._ranks:
-                owned = [p for p in parameters if self._owners[id(p)] == root]
-                sizes = [p.nbytes for p in owned]
-                alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
-                messages = pack(sizes, alone, [p.dtype for p in owned])
-                broadcasts += [(root, [owned[i] for i in members]) for members in messages]
+            for number, (ranks, group) in enumerate(self._groups):
+                divided = [p for p in parameters if (id(p) in self._own_experts) == (number > 0)]
+                for root in ranks:
+                    owned = [p for p in divided if self._owners[id(p)] == root]
+                    sizes = [p.nbytes for p in owned]
+                    alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
+                    messages = pack(sizes, alone, [p.dtype for p in owned])
+                    broadcasts += [_Piece(root, group, [owned[i] for i in members]) for members in messages]
             self._divided = key, broadcasts
         return self._divided[1]
 

@@ -97,8 +97,10 @@ def expert_copies(layout: Layout, program: Program) -> int:
 def expert_owners(plan: Plan, program: Program) -> int:
     """Return the number of ranks that divide the states of the same experts."""
     layout = plan.layout
+    if not program.shards_experts:  # shoal's ZeRO-1
+        return expert_copies(layout, program) if layout.shard > 1 and not plan.shards_model else 1
     sharded = layout.shard * layout.context * layout.tensor // (layout.expert * program.expert_tensor)
-    return max(1, sharded) if program.shards_experts and layout.shard > 1 else 1
+    return max(1, sharded) if layout.shard > 1 else 1
 
 
 class States:
@@ -556,17 +558,18 @@ class Exchanged:
         """
         layout, part, algorithm = plan.layout, rank.part, plan.collectives.all_reduce
         group = self.network.axis(layout, "shard")
-        if not self.program.own_buckets:
-            seconds = self.network.seconds("all_gather", rank.size.parameter_bytes - rank.size.apart_bytes, group)
-            if (owners := expert_owners(plan, self.program)) > 1:
-                sharing = self.network.group(owners, layout.expert * self.program.expert_tensor)
-                seconds += self.network.seconds("all_gather", rank.size.apart_bytes, sharing)
-            return seconds
+        own_buckets, alike_bytes = self.program.own_buckets, rank.size.parameter_bytes - rank.size.apart_bytes
+        # Programs that divide experts as Megatron-Core does gather them beside the next forward.
+        if (owners := expert_owners(plan, self.program)) > 1 and not (own_buckets and self.program.shards_experts):
+            sharing = self.network.group(owners, layout.expert * self.program.expert_tensor)
+            kind = "broadcast" if own_buckets else "all_gather"
+            agreed += self.network.seconds(kind, rank.size.apart_bytes, sharing)
+        if not own_buckets:
+            return agreed + self.network.seconds("all_gather", alike_bytes, group)
         if bound:
             network, num_owners = self.network.serving(algorithm, group), min(layout.shard, part.num_shared)
             link = network.link(group)
             start = link.call_seconds + (group.size - 1) * link.latency_seconds
-            alike_bytes = rank.size.parameter_bytes - rank.size.apart_bytes
             all_bytes = alike_bytes if rank.size.trainable == rank.size.numel else 0.0
             at_once = network.seconds("broadcast", all_bytes, group)
             return agreed + max(0, num_owners - 1) * start + at_once

@@ -43,15 +43,17 @@ class ReplicaCheck:
         *,
         repeats: bool = True,
         one_copy: bool = False,
+        divides_experts: bool = False,
     ) -> None:
         """Set up the check.
 
         `repeats`: whether a repeated step gives the same result. `one_copy`: ranks share one copy, so that nothing can
-        differ.
+        differ. `divides_experts`: whether ranks with the same experts divide the optimizer's state of these.
         """
         self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
         self.compares = mesh.layout.data > 1 and not one_copy
         self._has_copies = len(mesh.layout.expert_copies()[0]) > 1  # of a rank's experts, if ranks divide them
+        self._divides_experts = divides_experts
         self.every = every if self.compares else None
         self._checked, self._num_checks = -1, 0
         self._before: int | None = None  # the last step with a difference
@@ -188,9 +190,14 @@ class ReplicaCheck:
     def _named(self) -> dict[str, Tensor]:
         """Return this rank's parameters and optimizer state by name, in the same order on all ranks.
 
-        Experts of which no other rank has a copy are left out.
+        Experts of which no other rank has a copy are left out, and states of experts that have one owner.
         """
         state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
         named = {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
-        unique = set() if self._has_copies else self._model.division.experts
-        return {path: tensor for path, tensor in named.items() if path.partition("/")[0] not in unique}
+
+        def is_unique(path: str) -> bool:
+            name, _, is_state = path.partition("/")
+            alone = bool(is_state) and self._divides_experts if self._has_copies else True
+            return alone and name in self._model.division.experts
+
+        return {path: tensor for path, tensor in named.items() if not is_unique(path)}

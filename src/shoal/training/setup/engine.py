@@ -419,6 +419,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             options.check_replicas,
             repeats=exact or mesh.device.type == "cpu",
             one_copy=shares or not options.compares_replicas,
+            divides_experts=strategy.update_division.divides_experts,
         ),
         callbacks=callbacks,
         clock=clock,

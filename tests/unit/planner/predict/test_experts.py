@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.planner.made import LINK, block, cluster, predict, work
@@ -26,11 +27,17 @@ def of_experts(body: Body) -> Body:
 
 
 def predicted(
-    program: Program = QUIET, *, imbalance: float = 1.0, hosts: int = 1, rate: float = 1e10, **layout: int
+    program: Program = QUIET,
+    *,
+    imbalance: float = 1.0,
+    hosts: int = 1,
+    rate: float = 1e10,
+    level: Any = "parameters",
+    **layout: int,
 ) -> Prediction:
     case = replace(work(blocks=2, batch=8, body=of_experts(block(cut=False))), imbalance=imbalance)
     num_devices = Plan().with_sections(layout=layout).layout.world_size
-    plan = Plan().with_sections(layout=layout, batch={"grains_per_microbatch": 0})
+    plan = Plan().with_sections(layout=layout, batch={"grains_per_microbatch": 0}, shard={"level": level})
     link = replace(LINK, bytes_per_second=rate)
     return predict(plan, case, cluster(num_devices // hosts, hosts, link=link), program)
 
@@ -92,6 +99,14 @@ def test_gradients_of_experts_are_summed_over_the_ranks_with_the_same_ones() -> 
     of_copies = 2 * 2 * 4 * 4e6 / 2  # bytes of a rank's experts, which two ranks have
     more = copies.terms["gradients"] - alone.terms["gradients"]
     assert more == pytest.approx(2 * of_copies / 2 / 1e10, rel=1e-3)
+
+
+def test_ranks_with_the_same_experts_divide_their_states_under_zero_1() -> None:
+    whole, divided = (predicted(shard=4, expert=n, level="optimizer") for n in (4, 2))
+    of_experts = 2 * 2 * 4 * 4e6  # bytes of all experts, of which a rank has a quarter or a half
+    assert divided.memory["parameters"] - whole.memory["parameters"] == of_experts / 4
+    assert divided.memory["optimizer"] == whole.memory["optimizer"]
+    assert divided.terms["optimizer"] > whole.terms["optimizer"]  # their new values travel
 
 
 def test_sums_of_experts_and_others_share_the_backward() -> None:
