@@ -562,8 +562,7 @@ class Exchanged:
         # Programs that divide experts as Megatron-Core does gather them beside the next forward.
         if (owners := expert_owners(plan, self.program)) > 1 and not (own_buckets and self.program.shards_experts):
             sharing = self.network.group(owners, layout.expert * self.program.expert_tensor)
-            kind = "broadcast" if own_buckets else "all_gather"
-            agreed += self.network.seconds(kind, rank.size.apart_bytes, sharing)
+            agreed += self.network.seconds("broadcast" if own_buckets else "all_gather", rank.size.apart_bytes, sharing)
         if not own_buckets:
             return agreed + self.network.seconds("all_gather", alike_bytes, group)
         if bound:
@@ -571,15 +570,13 @@ class Exchanged:
             link = network.link(group)
             start = link.call_seconds + (group.size - 1) * link.latency_seconds
             all_bytes = alike_bytes if rank.size.trainable == rank.size.numel else 0.0
-            at_once = network.seconds("broadcast", all_bytes, group)
-            return agreed + max(0, num_owners - 1) * start + at_once
+            return agreed + max(0, num_owners - 1) * start + network.seconds("broadcast", all_bytes, group)
         key = "broadcast", part, layout.tensor, group, layout.world_size, algorithm, plan.shard.sizes
         if key not in self._known:
             gradients = self.accounts.gradients(plan, part, on_cpu=False)
             sent = (one for one in sharded_optimizer(gradients, plan.layout, plan.shard.sizes) if one.group == "shard")
             self._known[key] = price(self.network, layout, sent, algorithm)
-        of_pieces: float = self._known[key]
-        return agreed + of_pieces
+        return agreed + float(self._known[key])
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
