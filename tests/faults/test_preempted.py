@@ -249,9 +249,9 @@ OFTEN = ("--evaluate-every", "4")
 
 @parametrize(
     ("devices", "layout", "step"),
-    [(1, "", 7), (2, "", 7), (2, "shard=2", 7), (2, "pipeline=2", 7), (1, "", 15)],
-    ids=["one", "two", "sharded", "stages", "after the last step"],
-    usual=["one"],
+    [(1, "", 7), (2, "", 7), (2, "data=2", 7), (2, "shard=2", 7), (2, "pipeline=2", 7), (1, "", 15)],
+    ids=["one", "two", "fast", "sharded", "stages", "after the last step"],
+    usual=["fast"],
 )
 def test_asked_to_stop_in_an_evaluation(devices: int, layout: str, step: int, tmp_path: Path) -> None:
     """The evaluation is left before the next chunk, and a resume has it again; one rank alone may get the signal."""
