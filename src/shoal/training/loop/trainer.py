@@ -387,8 +387,8 @@ class Trainer:
                     elif evaluates:
                         self._runner.draws_may_follow()
                         self._between.evaluate(self.state)
-                        if self.state.evaluation_due:  # left, to stop: the agreement is older than the request
-                            agreement = None
+                        # Left, to stop: the agreement is older than the request.
+                        agreement = None if self.state.evaluation_due else agreement
                 trial = self._trial
                 self._trial = trial.followed(self.state.step, fetched) if trial is not None else None
                 if self.state.step >= self._num_steps:
