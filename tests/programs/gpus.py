@@ -31,7 +31,7 @@ def main(rank: int, world: int, place: str) -> None:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
     if arguments.spawn:  # statistics of all ranks, with their gradients
-        whole = torch.randn(4 * world, 6, 2, generator=generator).cuda().requires_grad_()
+        whole = torch.randn(4 * world, 6, 2, generator=generator).requires_grad_()
         own = whole.detach()[4 * rank : 4 * rank + 4].requires_grad_()
         norm = nn.SyncBatchNorm(6, affine=False).cuda()
         alone = nn.BatchNorm1d(6, affine=False).cuda()

@@ -470,6 +470,9 @@ PLAN_OPTIONS: Table = {
     "--more": Acts(planned("--more"), ASKED, table),
     "--emit": Acts(planned("--emit", "deepspeed=ds.json"), ASKED, written("ds.json"), True),
     "--emit: none such": Refuses(planned("--emit", "deepsped"), "no configuration of that name"),
+    "--emit: grains of two sizes": Refuses(
+        planned("--emit", "deepspeed", "--set", "change=uneven grains"), "give the job grains=6"
+    ),
     "--emit: a folder": Refuses(planned("--emit", "deepspeed=."), "that is a folder"),
     "--html": Acts(planned("--html", "page.html"), ASKED, written("page.html"), True),
     "--learn": Refuses(Call("plan", ("--learn", "gone"), job=None), "gone"),

@@ -170,6 +170,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stream": {"train_data": Stream, "length": shoal.Steps(4)},
     "stream in epochs": {"train_data": Stream, "length": shoal.Epochs(1)},
     "global_batch": {"global_batch": 24},
+    "uneven grains": {"global_batch": 12},
     "eval_data": {"eval_data": partial(tiny.vectors, 11, 3)},
     "several sets": {"eval_data": {"clean": partial(tiny.vectors, 64, 2), "noisy": partial(tiny.vectors, 11, 3)}},
     "no eval_data": {"eval_data": None},

@@ -222,6 +222,13 @@ def configuration_for(answer: Answer, name: str) -> Emission:
             conflict=f"shoal writes no float8 keys for {target.title}",
             remedy="write --precision bf16, or leave --emit out",
         )
+    batch, grains = case.work.global_batch, case.work.num_grains
+    if batch % grains:
+        raise PlanError(
+            given=f"--emit {name} with {batch} samples in {grains} grains",
+            conflict=f"{target.title} has microbatches of one size, and these grains are of two",
+            remedy=f"give the job grains={max(n for n in range(1, grains) if batch % n == 0)}, or leave --emit out",
+        )
     facts = emit.Facts(
         case.work.global_batch,
         case.work.num_grains,

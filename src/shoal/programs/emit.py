@@ -121,9 +121,6 @@ def framework(name: str) -> Framework:
     return FRAMEWORKS[name]
 
 
-# ------------------------------------------------------------------------------------------------------ writing
-
-
 def _yaml(document: Mapping[str, Any], indent: str = "") -> str:
     lines = []
     for key, value in document.items():
@@ -155,9 +152,6 @@ def _call(function: str, values: Mapping[str, Any], indent: str = "", more: str 
 
 def _dtype(dtype: str) -> Name:
     return Name(f"torch.{dtype}")
-
-
-# --------------------------------------------------------------------------------------------------- frameworks
 
 
 def _accelerate(plan: Plan, facts: Facts) -> tuple[str, list[str]]:

@@ -233,7 +233,8 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
                 recorder.step["gathered"].append(run.__name__)
         result = run(*args, **kwargs)
         if call is None and not caller.startswith("torch."):  # gradients that the script sums itself
-            recorder.left.look(recorder.known.keys_of_gradients(observer.tensors_of(args)))
+            of = {id(tensor) for tensor in observer.tensors_of(args)}
+            recorder.left.look([k for k, p in recorder.known.parts.items() if not p.place and id(p.owner.grad) in of])
         return result
 
     def entered(join: Any) -> None:

@@ -233,11 +233,6 @@ class ScriptParts:
         of_all = {key: self.parts[key].gradient() for key in keys}
         return {key: gradient for key, gradient in of_all.items() if gradient is not None}
 
-    def keys_of_gradients(self, tensors: list[torch.Tensor]) -> list[str]:
-        """Return the parameters of which these are the gradients."""
-        wanted = {id(tensor) for tensor in tensors}
-        return [key for key, part in self.parts.items() if part.place is None and id(part.owner.grad) in wanted]
-
     def of_module(self, number: int) -> list[parts.ParameterPart]:
         """Return the parts of a module's parameters."""
         return [part for key, part in self.parts.items() if key.startswith(f"{number}:")]
@@ -332,8 +327,6 @@ class ScriptRecorder:
         self.step = new_step()
         self.rank, self.world = parts.own_rank(), num_ranks()
 
-    # ------------------------------------------------------------------------------------------------- the step
-
     def note(self, what: str) -> None:
         """Note once what cannot be observed."""
         if what not in self.unseen:
@@ -352,8 +345,6 @@ class ScriptRecorder:
                 if self.rank == 0 or part.place is not None:
                     into[part.key] = parts.host_copy(values)
         return dict(zip((part.key for part in own), now, strict=True))
-
-    # --------------------------------------------------------------------------------------------------- forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Note the begin of a module's forward, before any of its own hooks. A backward may compute it again."""
@@ -446,8 +437,6 @@ class ScriptRecorder:
         of_pass[place] = of_pass[place] + values if place in of_pass else values
         call["gradient_places"][place] = parts.place_of(gradient)
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward as torch does, and count it."""
         outer = not self._in_backward
@@ -496,8 +485,6 @@ class ScriptRecorder:
                     self.step["erased"].append(part.key)
                 self._local.pop(part.key, None)
                 self._passes.pop(part.key, None)
-
-    # ---------------------------------------------------------------------------------------------------- update
 
     def before_update(self, optimizer: Any) -> None:
         """Note gradients, rates and weights as the optimizer gets them."""
@@ -572,8 +559,6 @@ class ScriptRecorder:
             self.write()
             leave(self.folder, self.world)
 
-    # ------------------------------------------------------------------------------------------------------- end
-
     def skip(self) -> None:
         """Drop what led to an update that a loss scaler has left out."""
         self._spent.update(self._local)
@@ -620,7 +605,7 @@ class ScriptRecorder:
             "hooks": sorted(self.hooks),
             "num_unseen": self.num_unseen,
             "alone": sorted(k for k in self._trained - own if self._stored.get(k) != self._begin.get(k)),
-            "idle": [key for key in self.left.values if key not in own],
+            "idle": [k for k in self.left.values if k not in own and self._stored.get(k) == self._begin.get(k)],
             "redirected": dict(getattr(sys.modules.get("_shoal_on_cpu"), "redirected", {})),
         }
         torch.save(record, path + ".new")  # noqa: TID251  (read with weights_only: data, no code)
