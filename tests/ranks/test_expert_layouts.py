@@ -13,6 +13,7 @@ from tests.launching import JOBS, Run, run
 from tests.usual import parametrize
 
 import shoal
+from shoal.runs.records import last_records
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge_traces
@@ -94,6 +95,9 @@ def test_verified(name: str, tmp_path: Path) -> None:
 def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:
     out, alone = tmp_path / "run", tmp_path / "alone"
     run(Run(JOB, out, None, arguments=("--layout", "data=4,expert=4", "--steps", "2"))).expect(0)
+    first = last_records(out / "records.jsonl")[0].expert_imbalance
+    assert first is not None
+    assert 1 <= first <= 4
     plan = tmp_path / "plan.toml"
     plan.write_text('[layout]\nshard = 4\nexpert = 2\n[shard]\nlevel = "optimizer"\n', encoding="utf-8")
     run(Run(JOB, out, None, arguments=("--plan", str(plan), "--resume", "--steps", "4"))).expect(0)

@@ -239,7 +239,7 @@ class _Axes:
             if self.plan.execution.exact:
                 gather_block(self.model, block, axis, division.gathered)
             else:
-                divide_block(self.model, block, axis, tensor)
+                divide_block(self.model, block, axis, tensor, division.expert_loads)
             division.notes.append(f"expert: {block.name}: {each} of {block.count} experts on a rank")
 
     def pipeline(self) -> Pipeline:

@@ -180,6 +180,7 @@ class Account:
     step_times: StepTimes
     blocks: RecordedBlocks | None
     ranks: tuple[RankExtremes, ...]
+    expert_imbalance: float | None  # rows of the busiest of the ranks that divide experts over the mean
     parts: tuple[Beside, ...]
     predicted_terms: Mapping[str, float]
     step_seconds: Beside
@@ -201,6 +202,13 @@ class Account:
     versions: Mapping[str, str]
     result: Mapping[str, Any]
 
+    @property
+    def routing(self) -> list[str]:
+        """A sentence on the balance of divided experts, if ranks divide them."""
+        times = self.expert_imbalance
+        words = f"The busiest expert rank got {times or 0.0:.2f} times the mean of rank 0's rows; plans assume 1."
+        return [] if times is None else [words]
+
     def to_json(self) -> dict[str, Any]:
         """Return the account as a JSON value; numbers that are not finite become null."""
         document = asdict(self)
@@ -219,6 +227,7 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
     last_attempt = files.attempts[-1] if files.attempts else None
     last_record = files.records[-1] if files.records else None
     ranks = rank_extremes(files.records)
+    routed = [(one.expert_imbalance, one.steps) for one in files.records if one.expert_imbalance is not None]
     world_size = last_attempt.world_size if last_attempt is not None else int(result.get("world_size") or 1)
     # With attempts on different numbers of devices, neither the price nor the share of the peak is a single number.
     resized = len({attempt.world_size for attempt in files.attempts}) > 1
@@ -250,6 +259,7 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
         step_times=step_times(files.records),
         blocks=recorded_blocks(files.records),
         ranks=ranks,
+        expert_imbalance=sum(of * n for of, n in routed) / sum(n for _, n in routed) if routed else None,
         parts=parts,
         predicted_terms=numbers(terms or prediction.get("terms")),
         step_seconds=_beside("step_seconds", compared.get("step_seconds")),

@@ -181,6 +181,7 @@ def _step(account: Account, records: Sequence[StepRecord]) -> Part | None:
         words.append("The plan is for devices of another kind than it ran on.")
     if checkpoint > 0.0:
         words.append(f"Checkpoints add {_ms(checkpoint)} to the mean step.")
+    words += account.routing
     terms = [[name, _ms(value)] for name, value in account.predicted_terms.items()]
     tables = [("Terms of the prediction", Table(["term", "predicted"], terms))] if terms else []
     chart = time_chart(account, records)

@@ -36,6 +36,7 @@ def lines(account: Account, records: Sequence[StepRecord], width: int) -> list[s
     if slowest is not None and slowest.share_of_steps:
         often = slowest.share_of_steps[slowest.rank_of_most]
         text.append(f"rank {slowest.rank_of_most} was the slowest in {share(often)} of steps")
+    text += [line for words in account.routing for line in wrapped(words, width)]
     if account.incidents and account.wall.ettr is not None:
         text.append(f"{share(account.wall.ettr)} of the training's time was effective")
     for incident in account.incidents[-_NUM_INCIDENTS:]:

@@ -24,7 +24,7 @@ from shoal.runs.records import BlockExtremes, OwnSpreads, RankTimes, Spread, Ste
 WHOLE_STEPS = 10_000  # first steps of a run, with a record each
 _FIRST_BLOCK = 16  # steps; each block has about 4 kB
 # Numbers of a record besides its spans. The other numbers of a block are the last step's.
-_NUMBERS = ("loss", "weight", "grad_norm", "learning_rate", "loss_scale", "seconds")
+_NUMBERS = ("loss", "weight", "grad_norm", "learning_rate", "loss_scale", "expert_imbalance", "seconds")
 # Maximum slowest ranks in a record's waits, so that a record has only a few numbers per rank.
 MOST_AWAITED = 4
 OTHERS = -1

@@ -100,8 +100,8 @@ class StepRecord:
     """One optimizer step, or a block of successive steps.
 
     In the record of a block, `num_samples`, `seconds` and `spans` are sums over the steps, and `memory_bytes` is the
-    most. `loss`, `weight`, `grad_norm`, `learning_rate`, `loss_scale` and the numbers in `ranks` are means. The other
-    fields are those of the last step.
+    most. `loss`, `weight`, `grad_norm`, `learning_rate`, `loss_scale`, `expert_imbalance` and the numbers in `ranks`
+    are means. The other fields are those of the last step.
     """
 
     step: Steps
@@ -122,6 +122,7 @@ class StepRecord:
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
     push: dict[str, Any] | None = None  # with servers: step of the job, workers, staleness
+    expert_imbalance: float | None = None  # of rank 0's rows for divided experts: the busiest rank's over the mean
     compression: dict[str, Any] | None = None  # in sampled steps: cosine, residual, guard fallback
     at: Seconds | None = None  # end of the step on rank 0's clock, in seconds since the epoch
     after: dict[str, float] | None = None  # seconds of the evaluation and checkpoint after it

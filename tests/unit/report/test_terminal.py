@@ -1,5 +1,6 @@
 """Lines of `shoal watch`: in any width, of any run, without characters that a terminal would act on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,15 @@ def test_escape_sequences_are_blanks(tmp_path: Path) -> None:
     text = "".join(shown(run, 80))
     assert all(c.isprintable() for c in text)
     assert "]0;title" in text
+
+
+def test_the_balance_of_experts_is_said(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.begins()
+    run.steps(3)
+    files = read_run(run.written())
+    imbalances = 1.0, 2.0, None
+    records = (replace(one, expert_imbalance=of) for one, of in zip(files.records, imbalances, strict=True))
+    files = replace(files, records=tuple(records))
+    text = lines(account(files), files.records, 200)
+    assert "The busiest expert rank got 1.50 times the mean of rank 0's rows; plans assume 1." in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,24 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.errors import JobError
 
 _SIGN = "expert"  # in the name of a module, its class, or its attribute with the number of experts
+
+
+@dataclass
+class ExpertLoads:
+    """Rows that this rank sends to divided experts, summed over exchanges: to the busiest rank, and to a mean one."""
+
+    busiest: float = 0.0
+    mean: float = 0.0
+
+    def add(self, rows: Sequence[int]) -> None:
+        """Count the rows of one exchange, by the rank that receives them."""
+        self.busiest += max(rows)
+        self.mean += sum(rows) / len(rows)
+
+    def imbalance(self) -> float | None:
+        """Return the busiest rank's rows over the mean since the last call, or None if no row was sent."""
+        busiest, mean, self.busiest, self.mean = self.busiest, self.mean, 0.0, 0.0
+        return busiest / mean if mean else None
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,17 @@ from shoal.errors import JobError
 from shoal.numerics.generators import torch_generator
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.axis_collectives import TensorAxis, gather, is_without_data, slice_of, through
-from shoal.parallel.experts.blocks import ExpertBlock, expert_counts, refuse_dependent
+from shoal.parallel.experts.blocks import ExpertBlock, ExpertLoads, expert_counts, refuse_dependent
 from shoal.parallel.tensor.layers import with_base
 
 
-def divide_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, tensor: TensorAxis | None = None) -> None:
+def divide_block(
+    model: nn.Module,
+    block: ExpertBlock,
+    axis: TensorAxis,
+    tensor: TensorAxis | None = None,
+    loads: ExpertLoads | None = None,
+) -> None:
     """Make a block compute as the rank at `axis.place`, which has `count / degree` consecutive experts. Mutates it.
 
     Afterwards stacked parameters must have the rank's experts alone; of a ModuleList the other experts are not called.
@@ -36,13 +42,14 @@ def divide_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, tensor:
         block: one of the model's `expert_blocks`.
         axis: the ranks that together have all experts of the block.
         tensor: ranks with equal tokens, each of which sends a part of them. None: tokens of ranks differ.
+        loads: counts the rows that training forwards send.
 
     Raises:
         JobError: If a row's result in an expert depends on other rows or on random numbers.
     """
     module = model.get_submodule(block.name)
     refuse_dependent(model, block)
-    exchange = _Exchange(block, axis, tensor if tensor is not None and tensor.degree > 1 else None)
+    exchange = _Exchange(block, axis, tensor if tensor is not None and tensor.degree > 1 else None, loads)
     if block.form == "listed":
         parent = model.get_submodule(block.name.rpartition(".")[0])
         parent.listed_experts = _ListedExperts(exchange, module)  # type: ignore[assignment, arg-type]
@@ -64,6 +71,7 @@ class _Exchange:
     block: ExpertBlock
     axis: TensorAxis
     tensor: TensorAxis | None
+    loads: ExpertLoads | None = None
 
     def computed(self, compute: Callable[..., Tensor], counts: Tensor, *tensors: Tensor) -> Tensor:
         """Return the experts' results of rows that are sorted by expert.
@@ -84,6 +92,8 @@ class _Exchange:
         received = axis.all_to_all(table, once, once)
         sent, arriving = torch.stack([table, received]).tolist()  # the only wait for the device
         there, here = [sum(row) for row in sent], [sum(row) for row in arriving]
+        if self.loads is not None and torch.is_grad_enabled():
+            self.loads.add(there)
         arrived = [self._travelled(tensor[: sum(there)], there, here) for tensor in tensors]
         return self._travelled(compute(arriving, received, *arrived), here, there)
 

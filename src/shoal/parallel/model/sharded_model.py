@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
 from shoal.numerics.operators import raw_bytes
+from shoal.parallel.experts.blocks import ExpertLoads
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
@@ -207,6 +208,7 @@ class ModelDivision:
     - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
     - `experts`: names of the parameters of experts that ranks divide. Their gradients are sums over an expert group.
+      `expert_loads`: rows that this rank sends to them.
     - `gathered`: blocks with such experts in exact mode.
     - `by_position`: names of buffers that count a rank's positions of the sequences.
     - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
@@ -227,6 +229,7 @@ class ModelDivision:
     writing: set[nn.Module] = field(default_factory=set)
     owners: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    expert_loads: ExpertLoads = field(default_factory=ExpertLoads)
     gathered: list[GatheredBlock] = field(default_factory=list)
     by_position: set[str] = field(default_factory=set)
 

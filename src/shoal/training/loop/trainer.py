@@ -659,6 +659,7 @@ class Trainer:
             time_taken,
             epoch=parts.order.epoch(state.step - 1),
             ranks={},
+            expert_imbalance=parts.sharded_model.division.expert_loads.imbalance(),
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
