@@ -99,7 +99,7 @@ class Network:
         if n == 1:
             return 0.0
         if kind == "all_to_all":
-            least = (self._to_all(_MANY_BYTES, group) - self._to_all(0.0, group)) / _MANY_BYTES
+            least = (self.to_all(_MANY_BYTES, group) - self.to_all(0.0, group)) / _MANY_BYTES
         else:
             passes = 2 if kind == "all_reduce" else 1
             least = passes * (n - 1) / n / self._narrowest(group, lambda link, count: link.best(kind, count))
@@ -148,7 +148,7 @@ class Network:
             neighbours = group.neighbours if within is None or within.shared else 1
             return call + latency + num_bytes / (rate / neighbours)
         if kind == "all_to_all":
-            return call + self._to_all(num_bytes, group)
+            return self.to_all(num_bytes, group)
         rate = self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
         moved = num_bytes / rate * (n - 1) / n
         # Each step of a ring takes as long as the slowest hop, since every hop sends a message in every step.
@@ -163,13 +163,16 @@ class Network:
             return call + num_bytes / rate + hops
         return call + moved + hops  # all_gather, reduce_scatter
 
-    def _to_all(self, num_bytes: float, group: RankGroup) -> float:
-        """Return the seconds of an all_to_all: each rank sends 1/n of its bytes to each other, off-host by NICs."""
-        n, within, between = group.size, self.cluster.within, self.cluster.between
-        seconds = (n - 1) * self.link(group).latency_seconds / 4
+    def to_all(self, num_bytes: float, group: RankGroup, share: float = 1.0) -> float:
+        """Return the seconds of an all_to_all: each rank sends 1/n of its bytes to each other, off-host by NICs.
+
+        `share`: fraction of the bandwidth of a host's links that the all_to_all reaches.
+        """
+        n, within, between, link = group.size, self.cluster.within, self.cluster.between, self.link(group)
+        seconds = link.call_seconds + (n - 1) * link.latency_seconds / 4
         if group.per_host > 1 and within is not None:
             shared = group.per_host * group.neighbours if within.shared else 1
-            seconds += num_bytes * (group.per_host - 1) / n / within.bytes_per_second * shared
+            seconds += num_bytes * (group.per_host - 1) / n / (share * within.bytes_per_second) * shared
         if group.hosts > 1 and between is not None:
             rate = between.bytes_per_second / (group.neighbours * group.per_host)
             seconds += num_bytes * ((n - group.per_host) / n) / rate

@@ -153,11 +153,14 @@ class Cost(NamedTuple):
         return max(self.device, self.host)
 
 
-def is_layer(operation: Operation) -> bool:
-    """Return True if an operation is a layer's matmul in 16 bits, which a program may cast to fewer bits."""
-    is_product = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
-    is_product = is_product and not operation.of_experts  # stacked ones are no layers, also where a rank has one
-    return is_product and ITEMSIZE.get(operation.dtype) == 2
+def is_layer(operation: Operation, experts: bool) -> bool:
+    """Return True if an operation is a layer's matmul in 16 bits, which a program may cast to fewer bits.
+
+    `experts`: products of stacked experts are cast too; else they are no layers, also where a rank has one.
+    """
+    if operation.kind is not OperationKind.MATMUL or ITEMSIZE.get(operation.dtype) != 2:
+        return False
+    return experts if operation.of_experts else operation.batch == Amount(1)
 
 
 def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:
@@ -240,9 +243,10 @@ class DeviceModel:
     channels_first: bool = False  # memory format of images; tensor cores multiply channels last
     scales_anew: bool = False  # see `Program.scales_anew`
     wide_weights: bool = False  # see `Program.wide_weights`
+    casts_experts: bool = False  # see `Program.casts_experts`
     _distinct: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
-    _whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
-    _undivided: dict[tuple[Body, float], list[Cost | None]] = field(default_factory=dict, compare=False, repr=False)
+    _equal: dict[Operation, Operation] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[int, float, int], Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def dtype(self, dtype: str, kind: OperationKind = OperationKind.MATMUL) -> str:
         """Return the dtype that multiplies numbers of `dtype`: tf32 if enabled, float32 if the device lacks `dtype`."""
@@ -405,21 +409,16 @@ class DeviceModel:
                 if operation.kind is OperationKind.MEMORY:
                     priced = replace(priced, phase=Phase.FORWARD, flops=NOTHING, dtype="")
                 order.append(places.setdefault(priced, len(places)))
-            self._distinct[body] = list(places), order
+            self._distinct[body] = [self._equal.setdefault(one, one) for one in places], order
         distinct, order = self._distinct[body]
-        samples = share.samples / share.context
-        key = body, samples, share.tensor
-        if key not in self._whole:  # sequence parallelism does not divide these operations
-            if (body, samples) not in self._undivided:  # no tensor axis divides these operations
-                whole, alone = (TensorCut.NONE, TensorCut.SEQUENCE), Share(samples)
-                of_body = [self.operation(o, alone) if o.cut in whole else None for o in distinct]
-                self._undivided[body, samples] = of_body
-            known = zip(self._undivided[body, samples], distinct, strict=True)
-            self._whole[key] = [cost or self.operation(operation, share) for cost, operation in known]
-        costs = self._whole[key]
-        if share.sequence:
-            pairs = zip(costs, distinct, strict=True)
-            costs = [self.operation(o, share) if o.cut is TensorCut.SEQUENCE else cost for cost, o in pairs]
+        samples, costs = share.samples / share.context, []
+        for one in distinct:
+            parts = int(divided(one, share))
+            key = id(one), samples, parts
+            cost = self._costs.get(key)
+            if cost is None:
+                cost = self._costs[key] = self.operation(one, share if parts > 1 else Share(samples))
+            costs.append(cost)
         return [costs[place] for place in order]
 
     def operations(self, body: Body) -> Iterable[Operation]:
@@ -431,7 +430,10 @@ class DeviceModel:
         if not body.repeated or self.layers is None or self.layers not in self.device.flops:
             return operations
         wide = Phase.BACKWARD_WEIGHT if self.wide_weights else None
-        return (replace(o, dtype=self.layers) if is_layer(o) and o.phase is not wide else o for o in operations)
+        return (
+            replace(o, dtype=self.layers) if is_layer(o, self.casts_experts) and o.phase is not wide else o
+            for o in operations
+        )
 
 
 def _inside(taps: int, width: int, stride: int, padding: int) -> float:

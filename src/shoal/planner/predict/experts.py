@@ -169,5 +169,5 @@ def exchange_seconds(
             parts.append(token_bytes * hosts * group.per_host / between.bytes_per_second)
         both = 2 * (network.link(group).call_seconds + max(parts))
     else:
-        both = 2 * network.seconds("all_to_all", num_bytes / program.dispatch_share, group)
+        both = 2 * network.to_all(num_bytes, group, program.dispatch_share)
     return counts + both, both

@@ -21,7 +21,7 @@ from shoal.planner.predict.experts import ALL_TO_ALL
 from shoal.planner.predict.pipeline import CutModel, PipelineShape, Ranks
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import ITEMSIZE, Prediction, Program, Share, Workload
-from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
+from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, TensorCut, Unit
 from shoal.plans.accounting.collectives import REPLICAS
 from shoal.plans.plan import Plan, divisors
 
@@ -44,6 +44,7 @@ class Floors:
     program: Program
     units: Sequence[Unit]
     _known: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], ...]] = field(default_factory=dict, repr=False)
+    _ideal: dict[Body, tuple[tuple[Operation, float], ...]] = field(default_factory=dict, repr=False)
 
     def seconds(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
         """Return a lower bound for the busiest rank: its part of all units, with whole numbers of equal units.
@@ -64,7 +65,12 @@ class Floors:
     def _body(self, body: Body, share: Share) -> float:
         """Return the seconds per sample of a unit."""
         share = share.of(body, self.program.divides_ends)
-        work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
+        if body not in self._ideal:  # sums of operations that tensor parallelism divides in the same way
+            by_cut: dict[TensorCut, tuple[Operation, float]] = {}
+            for one in self.computer.operations(body):
+                by_cut[one.cut] = one, by_cut.get(one.cut, (one, 0.0))[1] + ideal(self.computer, one)
+            self._ideal[body] = tuple(by_cut.values())
+        work = sum(least / divided(one, share) for one, least in self._ideal[body]) / share.context
         if self.program.overlaps_exchanges:  # the exposed part of each exchange may be negligible
             return work
         network, group, seconds = self.network, self.network.group(share.tensor, 1), 0.0
@@ -371,8 +377,11 @@ class Costs:
 
     # ------------------------------------------------------------------------------------------------------- seconds
 
-    def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
-        """Return a lower bound for plans whose replicas compute `samples` samples on ranks with these degrees."""
+    def floor(self, samples: float, replicas: int, tensor: int, pipeline: int, context: int) -> float:
+        """Return a lower bound for plans whose replicas compute `samples` samples on ranks with these degrees.
+
+        There are at most `replicas` of them.
+        """
         return self._floors.seconds(samples, tensor, pipeline, context) * self.factor
 
     def beside(self, num_devices: int, is_divided: bool) -> float:
@@ -494,11 +503,11 @@ class Costs:
 
 def with_experts(costs: Costs, degree: int) -> Costs:
     """Return the costs of plans in which `degree` ranks divide the experts of each mixture."""
-    if degree == 1 or (predictor := costs._predictor.with_experts(degree)) is costs._predictor:
+    if degree == 1:
         return costs
     if degree not in costs._by_degree:
-        costs._by_degree[degree] = other = Costs(predictor, costs._device, costs.correction)
-        other.memory_bytes = costs.memory_bytes
+        other = Costs(costs._predictor.with_experts(degree), costs._device, costs.correction)
+        costs._by_degree[degree], other.memory_bytes = other, costs.memory_bytes
     return costs._by_degree[degree]
 
 

@@ -293,9 +293,14 @@ class MixedCosts(Costs):
             prediction = replace(prediction, fits=missing == 0, missing_bytes=missing)
         return corrected(prediction, self._of_kinds[0].correction)
 
-    def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
-        """Return a lower bound for plans whose replicas compute `samples` samples on ranks with these degrees."""
-        return min(one.floor(samples, tensor, pipeline, context) for one in self._of_kinds)
+    def floor(self, samples: float, replicas: int, tensor: int, pipeline: int, context: int) -> float:
+        """Return a lower bound for plans with at most `replicas` replicas: also the time if no device waited."""
+        least = min(one.floor(samples, replicas, tensor, pipeline, context) for one in self._of_kinds)
+        layout = Layout(data=replicas, tensor=tensor, pipeline=pipeline, context=context)
+        numbers = devices_of(self._mixed.cluster, layout)
+        each = (one.floor(1.0, 1, tensor, 1, context) for one in self._of_kinds)
+        rate = sum(number / (tensor * context) / max(1e-12, one) for number, one in zip(numbers, each, strict=True))
+        return max(least, self._mixed.work.global_batch / rate) if rate else least
 
     def beside(self, num_devices: int, is_divided: bool) -> float:
         """Return a lower bound of the seconds that only `nearly` includes."""

@@ -6,7 +6,7 @@ The results do not depend on the split of replicas into data and shard ranks. Al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
@@ -78,23 +78,15 @@ class Rank(NamedTuple):
     activations: float
 
 
-class OperationPart(NamedTuple):
-    """One rank's part of an operation's bytes: `whole` divided by `by`. A 16-bit element has `width` bytes."""
-
-    whole: Amount
-    by: float
-    width: int = 2
-
-
 class OperationBytes(NamedTuple):
-    """Bytes of a unit's operations on one rank: saved, kept by selective recomputation, and written in the backward.
+    """Bytes of a unit's operations on one rank: saved, kept by selective recomputation, and in use in the backward.
 
-    `written` pairs each part with True if the next operation reads it as its gradient.
+    `peaks`: an output and the gradient that its operation reads, of all operations that may have the most of both.
     """
 
-    saved: list[OperationPart]
-    selected: list[OperationPart]
-    written: list[tuple[OperationPart, bool]]
+    saved: Amount
+    selected: Amount
+    peaks: tuple[Amount, ...]
 
 
 class Sizes:
@@ -145,15 +137,7 @@ class Sizes:
         whole, samples = (id(body), share), share.samples / share.context
         if whole not in self._whole:
             parts = self._parts_of(body, share)
-            # At once, a backward uses an output and the gradient it reads, which the operator before wrote.
-            worst = before = 0.0
-            for (amount, by, _), is_read in parts.written:
-                own = (amount.fixed + amount.per_sample * samples) / by
-                if own + before > worst:
-                    worst = own + before
-                if is_read:
-                    before = own
-            self._whole[whole] = _sum(parts.saved, samples), worst
+            self._whole[whole] = parts.saved.at(samples), max((one.at(samples) for one in parts.peaks), default=0.0)
         saved, working = self._whole[whole]
         if not body.repeated or recompute == "none":
             self._bodies[key] = saved, working
@@ -167,47 +151,66 @@ class Sizes:
             forward = [o for o in body.operations if o.phase is Phase.FORWARD]
             places = [i for i, o in enumerate(forward) if o.flops.at(1) and o.batch.per_sample and o.k.at(1)]
             scores = forward[places[0] + 1 : places[-1] + 1] if len(places) > 1 else []
-            stays = saved - _sum([self._saved(body, o, share) for o in scores], samples)
+            stays = saved - _sum(self._saved(body, o, share) for o in scores).at(samples)
         else:
-            stays = _sum(self._parts_of(body, share).selected, samples)
+            stays = self._parts_of(body, share).selected.at(samples)
             stays = min(stays if self._program.selective == "products" else stays + entering, saved)
         self._bodies[key] = stays, saved - stays + working
         return self._bodies[key]
 
     def _parts_of(self, body: Body, share: Share) -> OperationBytes:
         """Return the bytes of a unit's operations on one rank, for any number of samples."""
+        key = id(body), share.tensor, share.sequence
+        if key in self._parts:
+            return self._parts[key]
 
-        def output(operation: Operation, amount: Amount) -> OperationPart:
+        def output(operation: Operation, amount: Amount) -> Amount:
             cut, by = operation.cut, share.tensor
             if cut is TensorCut.NONE or cut is TensorCut.K or (cut is TensorCut.SEQUENCE and not share.sequence):
                 by = 1
-            return OperationPart(amount, by)
+            return Amount(amount.fixed / by, amount.per_sample / by)
 
-        key = id(body), share.tensor, share.sequence
-        if key not in self._parts:
-            every = body.operations
-            chosen = every if self._program.selective == "products" else kept_alternately(every)
-            later = [o for o in every if o.phase is not Phase.FORWARD]
-            self._parts[key] = OperationBytes(  # operations without bytes are skipped
-                [self._saved(body, o, share) for o in every if o.saved_bytes != NOTHING],
-                [output(o, o.selected_bytes) for o in chosen if o.selected_bytes != NOTHING],
-                [(output(o, o.written_bytes), o.phase is Phase.BACKWARD_INPUT) for o in later],
-            )
+        every = body.operations
+        chosen = every if self._program.selective == "products" else kept_alternately(every)
+        peaks: list[Amount] = []
+        before = NOTHING
+        for operation in (o for o in every if o.phase is not Phase.FORWARD):
+            own = output(operation, operation.written_bytes)
+            both = Amount(own.fixed + before.fixed, own.per_sample + before.per_sample)
+            if not any(one.fixed >= both.fixed and one.per_sample >= both.per_sample for one in peaks):
+                peaks = [one for one in peaks if one.fixed > both.fixed or one.per_sample > both.per_sample]
+                peaks.append(both)
+            if operation.phase is Phase.BACKWARD_INPUT:  # the next operation reads it as its gradient
+                before = own
+        self._parts[key] = OperationBytes(
+            _sum(self._saved(body, o, share) for o in every if o.saved_bytes != NOTHING),
+            _sum(output(o, o.selected_bytes) for o in chosen if o.selected_bytes != NOTHING),
+            tuple(peaks),
+        )
         return self._parts[key]
 
-    def _saved(self, body: Body, operation: Operation, share: Share) -> OperationPart:
+    def _saved(self, body: Body, operation: Operation, share: Share) -> Amount:
         """Return the bytes that autograd saves for an operation. A cast layer may save the cast input."""
         program, cut, by = self._program, operation.cut, 1
         if cut in (TensorCut.K, TensorCut.ALL, TensorCut.BATCH, TensorCut.M):
             by = share.tensor
         elif share.sequence and (cut is TensorCut.SEQUENCE or (cut is TensorCut.N and not program.keeps_gathered)):
             by = share.tensor  # a column-parallel layer saves the whole input, unless it gathers the input again
-        cast = program.layers if program.keeps_cast and body.repeated and is_layer(operation) else None
-        return OperationPart(operation.saved_bytes, by, 2 if cast is None else ITEMSIZE[cast])
+        cast = (
+            program.layers
+            if program.keeps_cast and body.repeated and is_layer(operation, program.casts_experts)
+            else None
+        )
+        part = 1 / by if cast is None else ITEMSIZE[cast] / 2 / by
+        return Amount(operation.saved_bytes.fixed * part, operation.saved_bytes.per_sample * part)
 
 
-def _sum(parts: Sequence[OperationPart], samples: float) -> float:
-    return sum((whole.fixed + whole.per_sample * samples) / by * width / 2 for whole, by, width in parts)
+def _sum(amounts: Iterable[Amount]) -> Amount:
+    fixed = per_sample = 0.0
+    for amount in amounts:
+        fixed += amount.fixed
+        per_sample += amount.per_sample
+    return Amount(fixed, per_sample)
 
 
 def kept_alternately(operations: Sequence[Operation]) -> list[Operation]:
@@ -425,6 +428,7 @@ class Staging:
         written = [o.written_bytes for unit in work.profile.units for o in unit.body.operations]
         self._touched = Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
         self._costs: dict[tuple[int, bool], StageCosts] = {}  # by the id of the device, and whether channels lie last
+        self.computers: dict[tuple[int, bool], DeviceModel] = {}  # by the same, for other divisions of experts too
         self._last: dict[int, Device] = {}  # devices with channels_last rates, by the id of the plain device
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
@@ -452,7 +456,9 @@ class Staging:
             device = self._last[id(device)]
         key_of_costs = id(device), plan.execution.channels_last
         if key_of_costs not in self._costs:
-            computer = self.computer(device, plan.execution.channels_last)
+            computer = self.computers.get(key_of_costs) or self.computer(device, plan.execution.channels_last)
+            if device.kind != "cpu":  # a CPU's costs depend on the bytes that all operators write
+                self.computers[key_of_costs] = computer
             self._costs[key_of_costs] = StageCosts(computer, self._network, self._program)
         grains = grains or max(share_sizes(self._work.num_grains, layout.divides_grains, layout.shares))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
@@ -481,6 +487,7 @@ class Staging:
             program.channels_first and not channels_last and device.kind == "gpu",
             program.scales_anew,
             program.wide_weights,
+            program.casts_experts,
         )
 
     def model(self, ranks: Ranks) -> CutModel:

@@ -30,6 +30,7 @@ MEGATRON_CORE = replace(
     attention="flash3",
     scatter_messages=False,
     keeps_cast=True,
+    casts_experts=True,  # GroupedLinear of Transformer Engine
     shards_context=True,  # its distributed optimizer's group is that of data and context ranks
     overlaps_exchanges=True,  # tp_comm_overlap of Transformer Engine, and its ring of keys and values
 )

@@ -614,6 +614,7 @@ class Predictor:
         if degree not in self._by_degree:
             own = divided_profile(self.work.profile, degree, self.work.imbalance, self.program.expert_tensor)
             self._by_degree[degree] = Predictor(replace(self.work, profile=own), self.cluster, self.program)
+            self._by_degree[degree].staging.computers = self.staging.computers
             self._by_degree[degree]._by_degree = {degree: self._by_degree[degree]}
             self._by_degree[degree]._flops = self._flops
         return self._by_degree[degree]

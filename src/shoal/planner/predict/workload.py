@@ -78,6 +78,7 @@ class Program:
     layers: str | None = None  # float8 or float4: layers of repeated blocks are cast before they multiply
     keeps_cast: bool = False  # a cast layer saves its cast input for the backward
     scales_anew: bool = False  # a cast reads the tensor's largest element first; the backward casts the input again
+    casts_experts: bool = False  # products of stacked experts are cast too
     wide_weights: bool = False  # gradients of cast layers' weights stay in the dtype of the compute
     # What selective recomputation keeps: products | alternate_products (attention and every second) | all_but_attention
     selective: str = "products"
@@ -85,7 +86,7 @@ class Program:
     scatter_messages: bool = False  # each tensor rank sends a part of an activation to the next stage
     shards_context: bool = False  # ZeRO divides states over context ranks too
     dispatch: str = "all_to_all"  # how rows travel to experts, see `experts.py`
-    dispatch_share: float = 0.5  # fraction of the links' bandwidth that an all_to_all of rows reaches (fitted)
+    dispatch_share: float = 0.5  # fraction of the bandwidth within a host that an all_to_all of rows reaches (fitted)
     shards_experts: bool = False  # ZeRO divides experts over the ranks with the same ones; else each keeps its experts
     expert_tensor: int = 1  # tensor ranks that divide each expert
     divides_ends: bool = False  # context and sequence parallelism also divide units outside of the blocks

@@ -302,7 +302,7 @@ class Search:
         for (costs, share, cut), replicas in classes.items():
             first, divided = Degrees(min(replicas), cut), Degrees(max(replicas), cut)
             beside = self.bounds.beside(first)
-            floor = costs.floor(share * self._grain_size, cut.tensor, cut.pipeline, cut.context)
+            floor = costs.floor(share * self._grain_size, divided.replicas, cut.tensor, cut.pipeline, cut.context)
             nodes.append(Node(floor + beside, LayoutClass(share, cut, tuple(sorted(replicas)), first, divided, beside)))
         return nodes
 

@@ -4,7 +4,7 @@ A place is a set of degrees, with data x shard as one number. A family is a plac
 split into data and shard open. A search applies the bounds in this order:
 
 1. `Costs.floor`: seconds of a class of layouts, from its degrees alone.
-2. `MemoryBounds.is_crowded`: bytes of a family of schedules, from the blocks alone.
+2. `MemoryBounds.crowded`: bytes of a family of schedules, from the blocks alone.
 3. `Bounds.families`, `Bounds.schedules`: seconds of a family and of its schedules, without a division into stages.
 4. `Bounds.staged`, `Bounds.plans`: seconds and bytes of a whole plan, without the simulation of its pipeline.
 """
@@ -162,6 +162,7 @@ class Space:
     beyond: Callable[[Plan], str] = lambda _: ""  # reason why another program cannot run a legal plan, or nothing
     _sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
+    _by_grains: dict[int, Space] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def cuts(self) -> tuple[ModelDegrees, ...]:
@@ -198,6 +199,12 @@ class Space:
             and replicas * cut.tensor * cut.context % cut.expert == 0
             and _suits_kinds(self.kinds, replicas, cut)
         )
+
+    def with_grains(self, num_grains: int) -> Space:
+        """Return the space of a job with another number of grains, cached."""
+        if num_grains not in self._by_grains:
+            self._by_grains[num_grains] = replace(self, facts=replace(self.facts, num_grains=num_grains))
+        return self._by_grains[num_grains]
 
     def refusal(self, plan: Plan) -> str | None:
         """Return the reason why a plan is illegal, or None if it is legal."""
@@ -265,7 +272,7 @@ class Space:
         """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
         if cut not in self._levels:
             place, way = _alone(cut, times=2)
-            probe = replace(self, facts=replace(self.facts, num_grains=place.replicas))
+            probe = self.with_grains(place.replicas)
             levels = () if self.data_only else LEVELS[:1] if self.whole else LEVELS
             legal = (level for level in levels if not probe.refusal(self.plan(place, way, 2, level)))
             self._levels[cut] = tuple(legal)
@@ -302,8 +309,7 @@ def _alone(cut: ModelDegrees, times: int = 1) -> tuple[Degrees, MicrobatchSchedu
 def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
     """Return the reason why model-parallel degrees are illegal with any number of microbatches, or None."""
     place, way = _alone(cut)
-    one = replace(space, facts=replace(space.facts, num_grains=place.replicas))
-    return one.refusal(one.plan(place, way))
+    return space.with_grains(place.replicas).refusal(space.plan(place, way))
 
 
 def _expert_degrees(space: Space, most: int) -> Sequence[int]:
@@ -536,27 +542,29 @@ class MemoryBounds:
         Of families that differ only in the microbatch, the smallest crowded one lacks least.
         """
         smallest: dict[tuple[Recompute, bool], ScheduleFamily] = {}
-        for family in self._space.families(place):
-            if family[1:] not in smallest and self.is_crowded(place, family):
-                smallest[family[1:]] = family
+        for family, is_crowded in self.crowded(place):
+            if is_crowded:
+                smallest.setdefault(family[1:], family)
         return self._least(place, list(smallest.values()), below)
 
-    def is_crowded(self, place: Degrees, family: ScheduleFamily) -> bool:
-        """Return True if the blocks of a family alone do not fit, for any division of the blocks over the ranks.
+    def crowded(self, place: Degrees) -> Iterator[tuple[ScheduleFamily, bool]]:
+        """Yield each family with True if its blocks alone do not fit, for any division of the blocks over the ranks.
 
         No schedule keeps fewer microbatches on a rank than 1f1b with one stage per rank.
         """
-        size, microbatches = self._block_size(place, family), -(-self._space.share(place) // family.grains)
-        memory = self._costs_at(place).memory_bytes
-        return all(one.is_crowded(size, place.cut.pipeline, microbatches, memory) for one in self._block_states(place))
+        costs, cut, share = self._costs_at(place), place.cut, self._space.share(place)
+        states, pipeline, memory = self._block_states(place), cut.pipeline, costs.memory_bytes
+        for family in self._space.families(place):
+            size, microbatches = self._block_size(costs, cut, family), -(-share // family.grains)
+            yield family, all(one.is_crowded(size, pipeline, microbatches, memory) for one in states)
 
     def _least(self, place: Degrees, families: Sequence[ScheduleFamily], below: float) -> float:
         """Return the least bytes that these families of a place lack, or `below` if that is less."""
-        memory, pipeline, share = self._costs_at(place).memory_bytes, place.cut.pipeline, self._space.share(place)
-        bounds = []
+        costs, cut, share = self._costs_at(place), place.cut, self._space.share(place)
+        memory, pipeline, states, bounds = costs.memory_bytes, cut.pipeline, self._block_states(place), []
         for family in families:
-            shape = self._block_size(place, family), pipeline, -(-share // family.grains), memory
-            bounds.append((min(least_peak(one, *shape) for one in self._block_states(place)) - memory, family))
+            shape = self._block_size(costs, cut, family), pipeline, -(-share // family.grains), memory
+            bounds.append((min(least_peak(one, *shape) for one in states) - memory, family))
         for bound, family in sorted(bounds):
             if bound >= below or below <= 0:
                 break
@@ -564,8 +572,7 @@ class MemoryBounds:
                 below = min(below, self.schedule_lacks(place, MicrobatchSchedule(*family, stages=stages)))
         return below
 
-    def _block_size(self, place: Degrees, family: ScheduleFamily) -> BlockSize:
-        costs, cut = self._costs_at(place), place.cut
+    def _block_size(self, costs: Costs, cut: ModelDegrees, family: ScheduleFamily) -> BlockSize:
         key = costs, cut.tensor, cut.context, family
         if key not in self._sizes:
             self._sizes[key] = costs.block_size(_only_microbatch(self._space, self._costs_at, costs, cut, family))
@@ -616,8 +623,8 @@ class Bounds:
         key = costs, share, layouts.divided
         if key not in self._families:
             bounds = []
-            for family in self.space.families(layouts.divided):
-                if not self.memory.is_crowded(layouts.divided, family):
+            for family, is_crowded in self.memory.crowded(layouts.divided):
+                if not is_crowded:
                     whole, blocks = self._microbatch(costs, cut, family)
                     busiest = max(whole / cut.pipeline, blocks.busiest(cut.pipeline))
                     bounds.append((-(-share // family.grains) * busiest, family))

@@ -139,7 +139,7 @@ class Invented(Costs):
         lacks = max(0.0, peak - MEMORY)
         return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
 
-    def floor(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
+    def floor(self, samples: float, replicas: int, tensor: int, pipeline: int, context: int) -> float:
         return 0.0
 
     def costs(self) -> Costs:
@@ -433,7 +433,7 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
         beside = costs.beside(place.devices, place.cut.ranks > 1)
-        assert costs.floor(space.share(place), *place.cut[:3]) + beside <= predicted.step_seconds * almost
+        assert costs.floor(space.share(place), place.replicas, *place.cut[:3]) + beside <= predicted.step_seconds * almost
         assert costs.staged(plan) <= costs.at(plan) * almost
         assert costs.at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
@@ -454,7 +454,7 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         (node,) = search.classes([place])
         families = {family: seconds for seconds, family in bounds.families(node.layouts)}
         family = ScheduleFamily(*way[:3])
-        if memory.is_crowded(place, family):
+        if dict(memory.crowded(place))[family]:
             assert memory.schedule_lacks(place, way) > -1
             assert not predicted.fits
             assert family not in families
