@@ -265,7 +265,9 @@ def kinds_in_words(answer: SearchResult) -> list[list[str]]:
     lines, chosen = [], tuple(kind.name for kind in answer.question.case.kinds)
     for one in sorted(answer.kinds, key=lambda one: one.best.seconds if one.best is not None else float("inf")):
         words = [" and ".join(one.names)]
-        if one.best is None:
+        if one.over is not None:
+            words.append(f": more than {seconds(one.over)} a step")
+        elif one.best is None:
             words += [": no plan", f", {one.reason}"]
         else:
             change = one.best.seconds / answer.chosen.seconds - 1.0

@@ -555,11 +555,15 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
 
 @dataclass(frozen=True)
 class KindsOfDevices:
-    """Best plan on some kinds of devices of a cluster, or the reason why there is none. `names`: in rank order."""
+    """Best plan on some kinds of devices of a cluster, or the reason why there is none. `names`: in rank order.
+
+    `over`: seconds that a step of every plan exceeds, if another choice is better, so that none was searched.
+    """
 
     names: tuple[str, ...]
     best: Candidate | None
     reason: str = ""
+    over: float | None = None
 
 
 def of_some_kinds(question: Question) -> Iterator[Question]:

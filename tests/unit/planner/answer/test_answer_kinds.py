@@ -48,6 +48,9 @@ def test_no_choice_of_kinds_is_faster(name: str, chosen: tuple[str, ...]) -> Non
     for one in found.kinds:
         if one.best is not None:
             assert found.chosen.seconds <= one.best.seconds * (1 + DISTINCT)
+        else:
+            assert one.over is not None
+            assert one.over >= found.chosen.seconds
     fastest = sorted(found.kinds, key=lambda one: one.best.seconds if one.best is not None else math.inf)
     for one in fastest[:3]:  # each has a row
         assert f"  {' and '.join(one.names)}: " in str(found)

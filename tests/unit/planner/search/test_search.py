@@ -433,7 +433,9 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
         beside = costs.beside(place.devices, place.cut.ranks > 1)
-        assert costs.floor(space.share(place), place.replicas, *place.cut[:3]) + beside <= predicted.step_seconds * almost
+        assert (
+            costs.floor(space.share(place), place.replicas, *place.cut[:3]) + beside <= predicted.step_seconds * almost
+        )
         assert costs.staged(plan) <= costs.at(plan) * almost
         assert costs.at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
