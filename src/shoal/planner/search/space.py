@@ -512,7 +512,8 @@ class MemoryBounds:
         """Return a lower bound of the bytes that a plan lacks."""
         costs = self._costs_at(place)
         owners = plan.num_owners if plan.memory.shared else 1
-        divided = place.replicas > 1, plan.layout.shard, plan.shard.level, owners
+        of_experts = place.replicas if place.cut.expert > 1 else 0  # all replicas with the same experts divide states
+        divided = place.replicas > 1, plan.layout.shard, plan.shard.level, owners, of_experts
         key = costs, self._space.share(place), place.cut, way, divided
         if key not in self._bytes:
             self._bytes[key] = costs.least_bytes(plan)
