@@ -277,7 +277,7 @@ def test_images_with_their_channels_last_take_what_was_measured_of_them() -> Non
     first, last = (plan(8, execution={"channels_last": each}) for each in (False, True))
     told = [predictor.predict(each).terms["compute"] for each in (first, last, first)]
     assert told == pytest.approx([0.8, 0.08, 0.8])
-    assert Costs(predictor, core).floor(8.0, 1, 1, 1) <= 0.08 * (1 + 1e-9)
+    assert Costs(predictor, core).floor(8.0, 1, 1, 1, 1) <= 0.08 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
