@@ -297,11 +297,9 @@ class Exchanged:
             if shards_model:
                 gathers, scatters = self.shard.totals(plan, layout, rank.part)
                 left -= scatters + (gathers if plan.shard.level == "parameters" else 0.0)
-            elif layout.data * layout.shard == 1:
-                pass
-            elif computer.device.kind == "cpu":
+            elif layout.data * layout.shard > 1 and computer.device.kind == "cpu":
                 seconds += self._on_cores(plan, computer, rank)
-            else:
+            elif layout.data * layout.shard > 1:
                 sums = self._sums(plan, rank.part)
                 if not program.overlap:
                     seconds += sums.at_once
