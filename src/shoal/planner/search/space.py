@@ -200,12 +200,6 @@ class Space:
             and _suits_kinds(self.kinds, replicas, cut)
         )
 
-    def with_grains(self, num_grains: int) -> Space:
-        """Return the space of a job with another number of grains, cached."""
-        if num_grains not in self._by_grains:
-            self._by_grains[num_grains] = replace(self, facts=replace(self.facts, num_grains=num_grains))
-        return self._by_grains[num_grains]
-
     def refusal(self, plan: Plan) -> str | None:
         """Return the reason why a plan is illegal, or None if it is legal."""
         general = set() if self.engine else set(excluded(plan))
@@ -272,7 +266,7 @@ class Space:
         """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
         if cut not in self._levels:
             place, way = _alone(cut, times=2)
-            probe = self.with_grains(place.replicas)
+            probe = _with_grains(self, place.replicas)
             levels = () if self.data_only else LEVELS[:1] if self.whole else LEVELS
             legal = (level for level in levels if not probe.refusal(self.plan(place, way, 2, level)))
             self._levels[cut] = tuple(legal)
@@ -297,6 +291,13 @@ def _suits_kinds(kinds: Sequence[int], replicas: int, cut: ModelDegrees) -> bool
     return not kinds or replicas * cut.pipeline <= groups
 
 
+def _with_grains(space: Space, num_grains: int) -> Space:
+    """Return the space of a job with another number of grains, cached."""
+    if num_grains not in space._by_grains:
+        space._by_grains[num_grains] = replace(space, facts=replace(space.facts, num_grains=num_grains))
+    return space._by_grains[num_grains]
+
+
 def _alone(cut: ModelDegrees, times: int = 1) -> tuple[Degrees, MicrobatchSchedule]:
     """Return a place and a schedule that are legal if these model-parallel degrees are.
 
@@ -309,7 +310,7 @@ def _alone(cut: ModelDegrees, times: int = 1) -> tuple[Degrees, MicrobatchSchedu
 def _refusal_of(space: Space, cut: ModelDegrees) -> str | None:
     """Return the reason why model-parallel degrees are illegal with any number of microbatches, or None."""
     place, way = _alone(cut)
-    return space.with_grains(place.replicas).refusal(space.plan(place, way))
+    return _with_grains(space, place.replicas).refusal(space.plan(place, way))
 
 
 def _expert_degrees(space: Space, most: int) -> Sequence[int]:
