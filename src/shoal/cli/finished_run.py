@@ -93,29 +93,25 @@ class Run:
 
         if into is None:
             with generators_kept(), inside_run(os.environ):  # initial values are drawn and then overwritten
-                job = self._job()
+                description = self.job
+                path, function = Path(str(description.get("file"))), description.get("function")
+                if isinstance(self._given, str):
+                    request = replace(parse_target(self._given, ()), settings=self._settings)
+                    loaded = load(with_settings_of(request, description, all_known=True))
+                    job, settings = loaded.job, loaded.settings
+                elif is_job(self._given):
+                    request = with_settings_of(JobRequest(path, function, self._settings), description, all_known=True)
+                    job, settings = called(self._given, request)
+                else:
+                    raise JobFileError(
+                        given=f"the model of {self.out}",
+                        conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",
+                        remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function "
+                        "itself; or build the model yourself: run.model(into=MODEL)",
+                    )
+                note_other_secrets(settings, description)
                 into = whole(adapted(job.model()), job if job.grains is not None else replace(job, grains=1))
         return load_weights(self.out, into, step=step, ema=ema)
-
-    def _job(self) -> Any:
-        description = self.job
-        path, function = Path(str(description.get("file"))), description.get("function")
-        if isinstance(self._given, str):
-            request = replace(parse_target(self._given, ()), settings=self._settings)
-            loaded = load(with_settings_of(request, description, all_known=True))
-            job, settings = loaded.job, loaded.settings
-        elif is_job(self._given):
-            request = with_settings_of(JobRequest(path, function, self._settings), description, all_known=True)
-            job, settings = called(self._given, request)
-        else:
-            raise JobFileError(
-                given=f"the model of {self.out}",
-                conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",
-                remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function itself; "
-                "or build the model yourself: run.model(into=MODEL)",
-            )
-        note_other_secrets(settings, description)
-        return job
 
     def __repr__(self) -> str:
         shown_values = ", ".join(f"{name}={value!r}" for name, value in self._rows())

@@ -111,7 +111,16 @@ def plan(options: PlanOptions) -> ExitCode:
                 remedy="give the name of a file in a folder that exists",
             )
     if options.script is not None:
-        return _plan_script(options)
+        from shoal.programs.command import job_answer  # torch
+
+        script = script_of("plan", options)
+        request = {**asdict(options), "script": None, "batch": None, "columns": shutil.get_terminal_size().columns}
+        for name in ("output", "html"):
+            request[name] = request[name] and str(Path(request[name]).absolute())
+        with PlanProgress(sys.stderr) as progress:
+            progress.enter("running one step of the script without values, and planning")
+            print(job_answer(script, "shoal.cli.plan:of_observed", request), end="")
+        return ExitCode.DONE
     refuse_script_options("plan", options)
     answer = answered(options)
     from shoal.jobs.configured_job import PREFIX
@@ -155,20 +164,6 @@ def _show(options: PlanOptions, answer: Answer, typed: str, seen: Sequence[list[
             print(f"configuration written: {emitted}")
         else:
             print(f"\n{emission.text}", end="")
-
-
-def _plan_script(options: PlanOptions) -> ExitCode:
-    """Plan a training script: one process of it runs a step without values, and makes the answer."""
-    from shoal.programs.command import job_answer  # torch
-
-    script = script_of("plan", options)
-    request = {**asdict(options), "script": None, "batch": None, "columns": shutil.get_terminal_size().columns}
-    for name in ("output", "html"):
-        request[name] = request[name] and str(Path(request[name]).absolute())
-    with PlanProgress(sys.stderr) as progress:
-        progress.enter("running one step of the script without values, and planning")
-        print(job_answer(script, "shoal.cli.plan:of_observed", request), end="")
-    return ExitCode.DONE
 
 
 def of_observed(observed: ObservedJob, request: dict[str, Any]) -> str:

@@ -180,34 +180,28 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # pytorch issue 158029: captures register no such memory
     watch = HostWatch()
     with watch.opening():
-        store, place = _assemble(environment, mesh.host, backend)
+        store = _open_store(environment)
+        try:
+            # An agent's store outlives groups and the keys of their ranks, so each opening has its own prefix.
+            opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
+            number = 1 if environment.agent_store else opened  # torchrun starts each rank once; any other store is new
+            opened = opened if environment.agent_store else 1
+            place = f"shoal/{environment.restarts}/{opened}"
+            meet(PrefixStore(f"{place}/present", store), environment, mesh.host, number=number)
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(place, store),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise _not_assembled(environment, error) from error
     try:
         yield replace(mesh, groups=open_groups(layout), store=PrefixStore(f"{place}/hooks", store))
     finally:
         watch.close()
         dist.destroy_process_group()
-
-
-def _assemble(environment: Environment, host: str, backend: str) -> tuple[Store, str]:
-    """Open the default process group. Return its store and its key prefix in the store. Raises: LaunchError."""
-    store = _open_store(environment)
-    try:
-        # An agent's store outlives groups and the keys of their ranks, so each opening has its own prefix.
-        opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
-        number = 1 if environment.agent_store else opened  # torchrun starts each rank once; any other store is new
-        opened = opened if environment.agent_store else 1
-        place = f"shoal/{environment.restarts}/{opened}"
-        meet(PrefixStore(f"{place}/present", store), environment, host, number=number)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(place, store),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        raise _not_assembled(environment, error) from error
-    return store, place
 
 
 def open_groups(layout: Layout) -> dict[str, dist.ProcessGroup]:

@@ -110,7 +110,8 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
     """
     lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(root / "proc/meminfo") or "", re.MULTILINE)
     memory = {name: int(kibibytes) * 1024 for name, kibibytes in lines}
-    processes = [_limit(resource.RLIMIT_NPROC), _number(root / "sys/fs/cgroup/pids.max")]
+    text = file_text(root / "sys/fs/cgroup/pids.max") or ""
+    processes = [_limit(resource.RLIMIT_NPROC), int(text) if text.isdecimal() else None]
     shm = None
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
@@ -159,11 +160,6 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         gpu_rows=parsed_gpu_rows(rows or ""),
         gpu_links=links,
     )
-
-
-def _number(path: Path) -> int | None:
-    text = file_text(path) or ""
-    return int(text) if text.isdecimal() else None
 
 
 def _limit(which: int) -> int | None:

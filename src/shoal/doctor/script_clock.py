@@ -144,7 +144,14 @@ class ScriptClock:
             self.steps.append({"seconds": dict(self.seconds), "counts": dict(self.counts), "profiled": profiled})
         self.updates += 1
         if self.updates == _WARM_STEPS:
-            self._profile()
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if self._is_on_gpu():
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            try:
+                self._profiler = torch.profiler.profile(activities=kinds)
+                self._profiler.start()
+            except RuntimeError:  # the script has a profile of its own under way
+                self._profiler = None
         elif self.updates == _WARM_STEPS + _PROFILED_STEPS:
             self._end_profile()
         if self.updates >= self.num_steps:
@@ -153,16 +160,6 @@ class ScriptClock:
         self.seconds.clear()
         self.counts.clear()
         self.begin("step")
-
-    def _profile(self) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if self._is_on_gpu():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        try:
-            self._profiler = torch.profiler.profile(activities=kinds)
-            self._profiler.start()
-        except RuntimeError:  # the script has a profile of its own under way
-            self._profiler = None
 
     def _end_profile(self) -> None:
         if self._profiler is not None:

@@ -61,40 +61,35 @@ def diagnose_script(script: Script, devices: int, steps: int, out: Path, *, as_j
         if as_json:
             print(json.dumps(document, indent=2))
             return
-        for line in _lines(script, times, causes, not_seen):
+        total, ranks = times.run.total, range(len(times.parts))
+        seen = f"{several(times.steps, 'step')}{', under the profiler' * times.under_profiler}"
+        lines = [f"{script.name}: {ms(total)} a step on {several(len(times.parts), 'process')} ({seen})"]
+        shown = list(ranks) if len(ranks) <= 8 else [0, times.slowest]
+        lines.append(" ".join([" " * 22, "  share", *(f"{f'rank {rank}':>10}" for rank in shown)]))
+        for place, (part, name) in enumerate(PARTS.items()):
+            seconds = mean(own[part] for own in times.parts)
+            if seconds or place < _ALWAYS:
+                own = [f"{ms(times.parts[rank][part]):>10}" for rank in shown]
+                name = part if times.on_gpu and part == "kernels" else name
+                lines.append(" ".join([f"{name:22}", f"{seconds / total:7.0%}", *own]))
+        if len(ranks) > 1:
+            often = times.run.ranks["busy_seconds"].how_often
+            lines.append(f"slowest: rank {times.slowest}, in {often:.0%} of profiled steps")
+        if not causes:
+            lines.append("healthy: nothing that could be had back takes 3 % of the time")
+        for number, loss in enumerate(causes[:_BEST], 1):
+            lines.append(f"{number}. {loss.title}: {ms(loss.seconds)} a step, {loss.share:.0%} of the time")
+            lines.append(f"   {loss.seen}")
+            for remedy in loss.remedies:
+                lines.append(f"   {-remedy.gain:+.0%} of the time, {ms(remedy.gain * total)} a step: {remedy.words}")
+        lines += [f"not seen: {what}" for what in not_seen]
+        for line in lines:
             print(folded(line), flush=True)
         say_labelled("written", f"{out}/doctor.json")
     finally:
         for path in folder.glob("output-*.txt"):
             shutil.copy(path, out / path.name)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lines(script: Script, times: ScriptTimes, causes: Sequence[LostTime], not_seen: Sequence[str]) -> list[str]:
-    """Format the diagnosis for people: the parts of a step by rank, the three best causes, what was not seen."""
-    total, ranks = times.run.total, range(len(times.parts))
-    seen = f"{several(times.steps, 'step')}{', under the profiler' * times.under_profiler}"
-    lines = [f"{script.name}: {ms(total)} a step on {several(len(times.parts), 'process')} ({seen})"]
-    shown = list(ranks) if len(ranks) <= 8 else [0, times.slowest]
-    lines.append(" ".join([" " * 22, "  share", *(f"{f'rank {rank}':>10}" for rank in shown)]))
-    for place, (part, name) in enumerate(PARTS.items()):
-        seconds = mean(own[part] for own in times.parts)
-        if seconds or place < _ALWAYS:
-            own = [f"{ms(times.parts[rank][part]):>10}" for rank in shown]
-            name = part if times.on_gpu and part == "kernels" else name
-            lines.append(" ".join([f"{name:22}", f"{seconds / total:7.0%}", *own]))
-    if len(ranks) > 1:
-        often = times.run.ranks["busy_seconds"].how_often
-        lines.append(f"slowest: rank {times.slowest}, in {often:.0%} of profiled steps")
-    if not causes:
-        lines.append("healthy: nothing that could be had back takes 3 % of the time")
-    for number, loss in enumerate(causes[:_BEST], 1):
-        lines.append(f"{number}. {loss.title}: {ms(loss.seconds)} a step, {loss.share:.0%} of the time")
-        lines.append(f"   {loss.seen}")
-        for remedy in loss.remedies:
-            lines.append(f"   {-remedy.gain:+.0%} of the time, {ms(remedy.gain * total)} a step: {remedy.words}")
-    lines += [f"not seen: {what}" for what in not_seen]
-    return lines
 
 
 def _document(

@@ -111,7 +111,21 @@ def entry_of(path: Path, name: str) -> RunEntry:
     files = RunDirectory(path)
     job = read_json(files.job)
     if job is None and (path / _CERTIFICATE).exists():
-        return _certificate(path, name)
+        document = read_json(path / _CERTIFICATE) or {}
+        job = document.get("job") or {}
+        commit = read_source(path).get(COMMIT, {}).get("commit")
+        return RunEntry(
+            path=str(path),
+            name=name,
+            kind="verify",
+            job=os.path.basename(str(job.get("file") or "")),
+            state=str(document.get("verdict") or "unknown"),
+            steps=int(document.get("steps") or 0),
+            size=size_of(path),
+            commit=commit[:8] if commit else None,
+            began_at=(path / _CERTIFICATE).stat().st_mtime,
+            settings=dict(flat(job.get("settings") or {})),
+        )
     job, result = sound_job(job or {}), sound_result(read_json(files.result) or {})
     last, attempts = None, read_attempts(files.attempts)
     with contextlib.suppress(OSError):
@@ -215,24 +229,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     finally:
         lock.release()
-
-
-def _certificate(path: Path, name: str) -> RunEntry:
-    document = read_json(path / _CERTIFICATE) or {}
-    job = document.get("job") or {}
-    commit = read_source(path).get(COMMIT, {}).get("commit")
-    return RunEntry(
-        path=str(path),
-        name=name,
-        kind="verify",
-        job=os.path.basename(str(job.get("file") or "")),
-        state=str(document.get("verdict") or "unknown"),
-        steps=int(document.get("steps") or 0),
-        size=size_of(path),
-        commit=commit[:8] if commit else None,
-        began_at=(path / _CERTIFICATE).stat().st_mtime,
-        settings=dict(flat(job.get("settings") or {})),
-    )
 
 
 def _seconds(attempts: tuple[Attempt, ...], last: StepRecord | None, since: float | None) -> float | None:

@@ -83,7 +83,16 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
         untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", "*.py").decode(
             errors="replace"
         )
-        texts, left_out = _chosen(changed)
+        texts, left_out = [], {}
+        for entry in filter(None, changed.split("\0")):
+            added, _, path = entry.split("\t", 2)
+            parts = PurePosixPath(path.lower()).parts
+            if any(fnmatch.fnmatch(part, one) for part in parts for one in _SECRET_FILES):
+                left_out[path] = "its name suggests a secret"
+            elif added == "-":
+                left_out[path] = "it is no text"
+            else:
+                texts.append(path)
         patch = ""
         if texts:
             whole = git("--literal-pathspecs", "-C", root, "diff", "HEAD", *_PLAIN, "--", *texts)
@@ -105,21 +114,6 @@ def commit_of(code: Path) -> tuple[dict[str, Any], str]:
     about["untracked"] = sorted(filter(None, untracked.split("\0")))[:100]
     about["left_out"] = left_out
     return about, patch
-
-
-def _chosen(numstat: str) -> tuple[list[str], dict[str, str]]:
-    """Return the changed text files of `git diff --numstat -z`, and the reasons of those that are left out."""
-    texts, left_out = [], {}
-    for entry in filter(None, numstat.split("\0")):
-        added, _, path = entry.split("\t", 2)
-        parts = PurePosixPath(path.lower()).parts
-        if any(fnmatch.fnmatch(part, one) for part in parts for one in _SECRET_FILES):
-            left_out[path] = "its name suggests a secret"
-        elif added == "-":
-            left_out[path] = "it is no text"
-        else:
-            texts.append(path)
-    return texts, left_out
 
 
 def _joined(diff: bytes, texts: Iterable[str], left_out: dict[str, str]) -> str:

@@ -167,19 +167,18 @@ class StepTrial:
             self.steps_per_turn = max(LEAST_STEPS, math.ceil(LEAST_SECONDS / max(seconds, 1e-6)))
         elif last.mode == self.best and self.turns[-2].mode == self._candidate_mode and self.turns[-2].seconds:
             before = next(turn.seconds for turn in self.turns[-3::-1] if turn.mode == self.best and turn.seconds)
-            self._compare(before, self.turns[-2].seconds, seconds)
+            own = self.turns[-2].seconds
+            candidate, of_best = self.candidates.pop(0), (before + seconds) / 2
+            gain, spread = 1.0 - own / of_best, abs(before - seconds) / of_best
+            words = (
+                f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than {self.best}, whose turns differ by {spread:.1%}"
+            )
+            self.verdicts[candidate.name] = TrialVerdict(words, own, of_best, spread)
+            if gain >= LEAST_GAIN and gain > spread:
+                self.best = candidate.added_to(StepMode.named(self.best)).name
+            if candidate.name == "compiled":  # what is compiled stays so
+                self.candidates = [replace(one, cost_seconds=GRAPH_SECONDS) for one in self.candidates]
         self._proceed(last.until)
-
-    def _compare(self, before: float, own: float, after: float) -> None:
-        """Compare the candidate's seconds with the best mode's before and after it."""
-        candidate, of_best = self.candidates.pop(0), (before + after) / 2
-        gain, spread = 1.0 - own / of_best, abs(before - after) / of_best
-        words = f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than {self.best}, whose turns differ by {spread:.1%}"
-        self.verdicts[candidate.name] = TrialVerdict(words, own, of_best, spread)
-        if gain >= LEAST_GAIN and gain > spread:
-            self.best = candidate.added_to(StepMode.named(self.best)).name
-        if candidate.name == "compiled":  # what is compiled stays so
-            self.candidates = [replace(one, cost_seconds=GRAPH_SECONDS) for one in self.candidates]
 
     def refuse(self, step: int, reason: str) -> None:
         """Leave out the current candidate, whose mode cannot compute the step after `step` finished steps."""

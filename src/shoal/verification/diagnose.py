@@ -210,7 +210,16 @@ def _reduction(case: _Case) -> Iterator[str]:
     if left < _LEFT:
         yield _factor(factor, case, "the gradient")
         return
-    yield from _missing(case, name, mine, wanted)
+    difference = wanted.double() - mine.double()
+    for rank, share in case.base.contributions.items():
+        if name in share:
+            yield from _lacks(difference, share[name], f"the share of rank {rank}", _LEFT)
+            if _fit(mine, share[name])[1] < _LEFT:
+                yield f"it is rank {rank}'s own gradient: this parameter is not reduced"
+    for (rank, grains), gradients in case.base.parts.items():
+        if name in gradients:
+            what = f"the microbatch of rank {rank} with grains {grains}"
+            yield from _lacks(difference, gradients[name], what, 4 * _LEFT)
     shares = case.base.contributions
     weights = {r: math.fsum(p.weight for p in case.base.trace.parts if p.rank == r) for r in shares}
     total = math.fsum(weights.values())
@@ -222,20 +231,6 @@ def _reduction(case: _Case) -> Iterator[str]:
         yield f"only {few} parameter(s) are off: a shard boundary, a tied copy, or one bucket"
     else:
         yield "a bucket or shard that is sent before it is complete, or an old one that is used again"
-
-
-def _missing(case: _Case, name: str, mine: Tensor, wanted: Tensor) -> Iterator[str]:
-    """Yield the explanations in which a rank's or a microbatch's share is missing or counted twice."""
-    difference = wanted.double() - mine.double()
-    for rank, share in case.base.contributions.items():
-        if name in share:
-            yield from _lacks(difference, share[name], f"the share of rank {rank}", _LEFT)
-            if _fit(mine, share[name])[1] < _LEFT:
-                yield f"it is rank {rank}'s own gradient: this parameter is not reduced"
-    for (rank, grains), gradients in case.base.parts.items():
-        if name in gradients:
-            what = f"the microbatch of rank {rank} with grains {grains}"
-            yield from _lacks(difference, gradients[name], what, 4 * _LEFT)
 
 
 def _lacks(difference: Tensor, part: Tensor, what: str, limit: float) -> Iterator[str]:

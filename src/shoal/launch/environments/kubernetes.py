@@ -35,7 +35,8 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     if _HOSTS not in variables:
         refuse_missing(variables, (_INDEX, _HOSTS), f"set {_HOSTS} to the number of pods: 1 where each is a run")
     hosts = numbers_of(variables, [_HOSTS])[_HOSTS]
-    ranks = _ranks(variables)
+    text = variables.get(_RANKS, "1")
+    ranks = devices_here() if text in _ALL_DEVICES else max(1, numbers_of(variables, [_RANKS]).get(_RANKS, 1))
     if hosts == 1:
         return None if ranks == 1 else Environment(0, ranks, 0, ranks, engine="kubernetes", num_to_start=ranks)
     host_name = _HOST if _HOST in variables else _INDEX
@@ -47,12 +48,6 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     place = Environment(host * ranks, hosts * ranks, 0, ranks, variables[_ADDRESS], port, host=host, num_hosts=hosts)
     to_start = 0 if ranks == 1 else ranks
     return replace(place, own_gpu=own_gpu, restarts=restarts, engine="kubernetes", num_to_start=to_start)
-
-
-def _ranks(variables: Mapping[str, str]) -> int:
-    """Return the number of processes in a pod."""
-    text = variables.get(_RANKS, "1")
-    return devices_here() if text in _ALL_DEVICES else max(1, numbers_of(variables, [_RANKS]).get(_RANKS, 1))
 
 
 KUBERNETES = EnvironmentReader("Kubernetes", _HOST, _HOSTS, read, marks=(_HOSTS, _INDEX))

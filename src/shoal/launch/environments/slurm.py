@@ -34,22 +34,16 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     numbers = numbers_of(variables, (_SIZE, *_NUMBERS, "SLURM_RESTART_COUNT"))
     rank, local, host, job, step = (numbers[name] for name in _NUMBERS)
     refuse_outside(("SLURM_PROCID", rank), (_SIZE, numbers[_SIZE]))
-    per_host = _repeated(variables[_PER_NODE])
+    per_host = []
+    for part in variables[_PER_NODE].split(","):
+        number, _, times = part.partition("(x")
+        per_host += [int(number)] * int(times.rstrip(")") or 1)
     first = "127.0.0.1" if len(per_host) == 1 else _first_host(variables[_NODES])
     address, port = variables.get("MASTER_ADDR", first), port_of(variables, job * 97 + step)
     place = Environment(rank, numbers[_SIZE], local, per_host[host], address, port, host=host, num_hosts=len(per_host))
     own_gpu = bool(_BINDING & variables.keys()) or OWN_GPU in variables
     restarts = numbers.get("SLURM_RESTART_COUNT", 0)
     return replace(place, own_gpu=own_gpu, restarts=restarts, engine="slurm", job=variables["SLURM_JOB_ID"])
-
-
-def _repeated(text: str) -> list[int]:
-    """Return the number of tasks of each node: [2, 2, 1] for "2(x2),1"."""
-    counts = []
-    for part in text.split(","):
-        number, _, times = part.partition("(x")
-        counts += [int(number)] * int(times.rstrip(")") or 1)
-    return counts
 
 
 def _first_host(nodes: str) -> str:

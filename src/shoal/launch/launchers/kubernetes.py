@@ -151,7 +151,16 @@ class PodWatch:
                 pods: list[dict[str, Any]] = selected.get("items", [])
                 if self._logs is None or self._logs.is_over():
                     self._show_logs(pods)
-                self._refuse_hopeless(pods)
+                for pod in pods:
+                    for state in _states(pod, "waiting"):
+                        image, mend = self.run.settings.image, _HOPELESS.get(state.get("reason", ""))
+                        if mend is not None:
+                            raise LaunchError(
+                                given=f"image={image}, pod {pod['metadata']['name']}",
+                                conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
+                                remedy=f"{mend.format(image)}; remove the waiting run with "
+                                f"kubectl delete {self.run.watched[0]}",
+                            )
                 code = self._ended(pods)
                 if code is not None:
                     return code
@@ -181,19 +190,6 @@ class PodWatch:
         codes = [state["exitCode"] for pod in pods for state in _states(pod, "terminated") if state.get("exitCode")]
         roots = [code for code in codes if code != ExitCode.RANK_LOST]
         return int((roots or codes or [ExitCode.FAILED])[0])
-
-    def _refuse_hopeless(self, pods: list[dict[str, Any]]) -> None:
-        """Raise LaunchError if a pod cannot start and waiting does not help."""
-        for pod in pods:
-            for state in _states(pod, "waiting"):
-                image, mend = self.run.settings.image, _HOPELESS.get(state.get("reason", ""))
-                if mend is not None:
-                    raise LaunchError(
-                        given=f"image={image}, pod {pod['metadata']['name']}",
-                        conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
-                        remedy=f"{mend.format(image)}; remove the waiting run with "
-                        f"kubectl delete {self.run.watched[0]}",
-                    )
 
     def _show_logs(self, pods: list[dict[str, Any]]) -> None:
         """Show the output of the pod with rank 0 from its beginning, and of a new pod that replaces it."""

@@ -77,7 +77,38 @@ def main() -> int:
     threading.Thread(target=answers.beat, daemon=True).start()
     try:
         with signals.handled(), contextlib.ExitStack() as until_end:
-            run = _run(message, answers, until_end)
+            place, address = Environment(**message["place"]), message["address"]
+            refuse_differences(message)
+            answers.answer(fit=True)
+            os.chdir(message["folder"])
+            os.environ.update(message["variables"])
+            listener = listener_at(place)
+            if listener is not None:
+                place = replace(place, port=listener.getsockname()[1])
+                answers.answer(port=place.port)
+            elif not place.port:  # the launcher sends the port once rank 0's host listens
+                place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
+                if not place.port:
+                    os._exit(ExitCode.INTERRUPTED)
+                why = _why_not_reached((place.address, place.port), _STORE_SECONDS)
+                if why:
+                    raise LaunchError(
+                        given=f"host {socket.gethostname()}",
+                        conflict=f"it does not reach rank 0's store at {place.address}:{place.port}: {why}",
+                        remedy="mend the network between the hosts; shoal doctor --hosts tries every pair of them",
+                    )
+            out = Path(message["out"]) if address is None else until_end.enter_context(working_copy(address))
+            run = LocalRun(
+                message["arguments"],
+                place.local_world_size,
+                message["threads"] or max(1, cores() // place.local_world_size),
+                out / "logs",
+                stream=cast(TextIO, answers),
+                share=place,
+                unsaved=Recovery(0, RunDirectory(out)).unsaved_seconds,
+                listener=listener,
+                announce=lambda paused: answers.answer(paused=paused),
+            )
             threading.Thread(target=_listen, args=(signals,), daemon=True).start()
             code, error, _ = launch(run, signals)
     except ShoalError as caught:
@@ -90,42 +121,6 @@ def main() -> int:
         described = {"kind": type(error).__name__, **beats, **where, "traceback": error.traceback_text}
     answers.answer(code=int(code), error=described)
     return int(code)
-
-
-def _run(message: Mapping[str, Any], answers: _Answers, until_end: contextlib.ExitStack) -> LocalRun:
-    """Return this host's run. Raises: LaunchError, with all causes, if this host lacks what the run needs."""
-    place, address = Environment(**message["place"]), message["address"]
-    refuse_differences(message)
-    answers.answer(fit=True)
-    os.chdir(message["folder"])
-    os.environ.update(message["variables"])
-    listener = listener_at(place)
-    if listener is not None:
-        place = replace(place, port=listener.getsockname()[1])
-        answers.answer(port=place.port)
-    elif not place.port:  # the launcher sends the port once rank 0's host listens
-        place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
-        if not place.port:
-            os._exit(ExitCode.INTERRUPTED)
-        why = _why_not_reached((place.address, place.port), _STORE_SECONDS)
-        if why:
-            raise LaunchError(
-                given=f"host {socket.gethostname()}",
-                conflict=f"it does not reach rank 0's store at {place.address}:{place.port}: {why}",
-                remedy="mend the network between the hosts; shoal doctor --hosts tries every pair of them",
-            )
-    out = Path(message["out"]) if address is None else until_end.enter_context(working_copy(address))
-    return LocalRun(
-        message["arguments"],
-        place.local_world_size,
-        message["threads"] or max(1, cores() // place.local_world_size),
-        out / "logs",
-        stream=cast(TextIO, answers),
-        share=place,
-        unsaved=Recovery(0, RunDirectory(out)).unsaved_seconds,
-        listener=listener,
-        announce=lambda paused: answers.answer(paused=paused),
-    )
 
 
 def refuse_differences(message: Mapping[str, Any]) -> None:

@@ -64,7 +64,35 @@ def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
 def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
     """Return the first module of each stage after the first. Raises: PlanError that lists the possible cuts."""
     if split:
-        return _check_split(model, trace, split, num_stages)
+        given = f"pipeline.split = {list(split)}"
+        miscounted = other_number(split, num_stages)
+        if miscounted is not None:
+            raise PlanError(
+                given=f"{given} for {num_stages} stages",
+                conflict=miscounted,
+                remedy=f"name {num_stages - 1} modules, or none to have them chosen",
+            )
+
+        def refused(why: str) -> PlanError:
+            return PlanError(given=given, conflict=why, remedy=_places(model, trace))
+
+        canonical = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        every = dict(model.named_modules(remove_duplicate=False))
+        calls = []
+        for name in split:
+            if name not in every:
+                raise refused(f"the model has no module {name!r}{nearest(name, list(every))}")
+            call = trace.first(canonical[id(every[name])])
+            if call is None:
+                raise refused(f"{name!r} is not called: a stage begins with a call")
+            calls.append(call)
+        if [call.enter for call in calls] != sorted({call.enter for call in calls}):
+            order = dict.fromkeys(call.name for call in sorted(calls, key=lambda call: call.enter))
+            raise PlanError(given=given, conflict=IN_ORDER, remedy=f"write split = {list(order)}")
+        for call in calls:
+            if not call.slots:
+                raise refused(f"{call.name!r} is given nothing that modules before it have computed")
+        return [call.name for call in calls]
     if num_stages == 1:
         return []
     possible = candidates(model, trace)
@@ -100,38 +128,6 @@ def balanced(costs: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
             better[stop] = dearest, [*best[cut][1], cut]
         best = better
     return best[last][1][1:]
-
-
-def _check_split(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
-    given = f"pipeline.split = {list(split)}"
-    miscounted = other_number(split, num_stages)
-    if miscounted is not None:
-        raise PlanError(
-            given=f"{given} for {num_stages} stages",
-            conflict=miscounted,
-            remedy=f"name {num_stages - 1} modules, or none to have them chosen",
-        )
-
-    def refused(why: str) -> PlanError:
-        return PlanError(given=given, conflict=why, remedy=_places(model, trace))
-
-    canonical = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    every = dict(model.named_modules(remove_duplicate=False))
-    calls = []
-    for name in split:
-        if name not in every:
-            raise refused(f"the model has no module {name!r}{nearest(name, list(every))}")
-        call = trace.first(canonical[id(every[name])])
-        if call is None:
-            raise refused(f"{name!r} is not called: a stage begins with a call")
-        calls.append(call)
-    if [call.enter for call in calls] != sorted({call.enter for call in calls}):
-        order = dict.fromkeys(call.name for call in sorted(calls, key=lambda call: call.enter))
-        raise PlanError(given=given, conflict=IN_ORDER, remedy=f"write split = {list(order)}")
-    for call in calls:
-        if not call.slots:
-            raise refused(f"{call.name!r} is given nothing that modules before it have computed")
-    return [call.name for call in calls]
 
 
 def _places(model: nn.Module, trace: StageTrace) -> str:

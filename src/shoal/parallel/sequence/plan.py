@@ -61,7 +61,47 @@ def decide(
     for name, block in first.blocks.items():
         _refuse(name, block, degree, num_cuts)
         twin = other.blocks.get(name) if other is not None else None
-        blocks[name] = _block(name, block, twin, edges)
+        cuts = {}
+        shapes, others = block.shapes, twin.shapes if twin is not None else {}
+        for path, shape in shapes.items():
+            if path != block.hidden and path not in block.masks:
+                dims = _sequence_dims(shape, others.get(path), block.length)
+                if dims and (twin is None or len(dims) == 1):
+                    cuts[path] = dims[0]
+                elif dims:
+                    what = f"it takes a tensor of shape {list(shape)} that is no attention mask"
+                    remedy = "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1"
+                    raise refusal(name, what, remedy)
+        outputs: dict[str, int | None] = {}
+        for inner, inner_shapes in block.outputs.items():
+            pairs = zip(inner_shapes, twin.outputs[inner] if twin is not None else inner_shapes, strict=True)
+            dim = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
+            # Another length is not that of the positions, such as the number of tokens that a router gives to an expert.
+            # It differs between ranks, which would not all take part in a gather of it.
+            is_positions = dim is None or (dim > 0 and all(shape[dim] == block.length for shape in inner_shapes))
+            outputs[inner] = dim if is_positions else -1
+        dropouts: dict[int, int | None] = {}
+        for i, shape in enumerate(block.dropouts):
+            dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
+            if (
+                dropouts.setdefault(len(shape), dim) != dim
+                or dim == -1
+                or (dim is not None and shape[dim] != block.length)
+            ):
+                what = (
+                    f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own"
+                )
+                raise refusal(name, what, "use dropout on [batch, positions, features], or p = 0")
+        blocks[name] = BlockPlan(
+            opens=name not in edges,
+            closes=name not in edges.values(),
+            hidden=block.hidden,
+            result=block.results[0],
+            cuts=cuts,
+            whole=frozenset(shapes) - cuts.keys() - {block.hidden},
+            dropouts=dropouts,
+            outputs=outputs,
+        )
     partial = first.inside | {p for name in first.blocks for p in names[name]}
     both = sorted(partial & first.outside)
     if both:
@@ -89,44 +129,6 @@ def edges_of(trace: ContextTrace) -> dict[str, str]:
         if follows and followers[source] == {name} and not trace.blocks[source].used_elsewhere:
             edges[name] = source
     return edges
-
-
-def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping[str, str]) -> BlockPlan:
-    cuts = {}
-    shapes, others = block.shapes, twin.shapes if twin is not None else {}
-    for path, shape in shapes.items():
-        if path != block.hidden and path not in block.masks:
-            dims = _sequence_dims(shape, others.get(path), block.length)
-            if dims and (twin is None or len(dims) == 1):
-                cuts[path] = dims[0]
-            elif dims:
-                what = f"it takes a tensor of shape {list(shape)} that is no attention mask"
-                remedy = "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1"
-                raise refusal(name, what, remedy)
-    outputs: dict[str, int | None] = {}
-    for inner, inner_shapes in block.outputs.items():
-        pairs = zip(inner_shapes, twin.outputs[inner] if twin is not None else inner_shapes, strict=True)
-        dim = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
-        # Another length is not that of the positions, such as the number of tokens that a router gives to an expert.
-        # It differs between ranks, which would not all take part in a gather of it.
-        is_positions = dim is None or (dim > 0 and all(shape[dim] == block.length for shape in inner_shapes))
-        outputs[inner] = dim if is_positions else -1
-    dropouts: dict[int, int | None] = {}
-    for i, shape in enumerate(block.dropouts):
-        dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
-        if dropouts.setdefault(len(shape), dim) != dim or dim == -1 or (dim is not None and shape[dim] != block.length):
-            what = f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own"
-            raise refusal(name, what, "use dropout on [batch, positions, features], or p = 0")
-    return BlockPlan(
-        opens=name not in edges,
-        closes=name not in edges.values(),
-        hidden=block.hidden,
-        result=block.results[0],
-        cuts=cuts,
-        whole=frozenset(shapes) - cuts.keys() - {block.hidden},
-        dropouts=dropouts,
-        outputs=outputs,
-    )
 
 
 def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> list[int]:

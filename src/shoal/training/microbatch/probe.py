@@ -56,7 +56,26 @@ class PolicyProbe:
         Collective: all ranks.
         """
         if not self.is_done:
-            return self._probe(fetched)
+            parts = self._parts
+            while True:
+                before = parts.computer.computation.effective_grains
+                first = fetched.first.microbatch if fetched.first is not None else None
+                if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
+                    first = next(self._loader.fillers(fetched.step))
+                result = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
+                if not parts.observer.has_hooks:  # a verification's observer compares what ranks compute itself
+                    refuse_other_losses(parts.mesh.gather_json(result.seen))
+                flags = parts.mesh.all_gather([float(result.too_large), float(not result.conclusive)])
+                too_large, unclear = flags.max(axis=0) > 0
+                agreed = self.agree_on(result.computation, None if too_large else fetched.step)
+                if first is not None and parts.computer.job.batch_norm == "batch" and not parts.computer.has_normalised:
+                    self._note('batch_norm = "batch": no effect, since the model computes no batch norm')
+                # A non-finite batch is not conclusive: probe the next batch, too.
+                self.is_done = not unclear and not self._without_rule(agreed)
+                if agreed.effective_grains != before:
+                    fetched = self._fetch_again(fetched.step)
+                if not too_large:
+                    return fetched
         computer = self._parts.computer
         if fetched.step + 1 in LATER_STEPS or computer.has_evaluated:
             computer.has_evaluated = False
@@ -65,29 +84,6 @@ class PolicyProbe:
             with self._own_collectives_refused():
                 collectively(self._parts.mesh, self._parts.sharded_model.divided, look)
         return fetched
-
-    def _probe(self, fetched: FetchedStep) -> FetchedStep:
-        """Probe the model's first batch for a safe microbatch policy. All ranks adopt the most conservative one."""
-        parts = self._parts
-        while True:
-            before = parts.computer.computation.effective_grains
-            first = fetched.first.microbatch if fetched.first is not None else None
-            if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
-                first = next(self._loader.fillers(fetched.step))
-            result = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
-            if not parts.observer.has_hooks:  # a verification's observer compares what ranks compute itself
-                refuse_other_losses(parts.mesh.gather_json(result.seen))
-            flags = parts.mesh.all_gather([float(result.too_large), float(not result.conclusive)])
-            too_large, unclear = flags.max(axis=0) > 0
-            agreed = self.agree_on(result.computation, None if too_large else fetched.step)
-            if first is not None and parts.computer.job.batch_norm == "batch" and not parts.computer.has_normalised:
-                self._note('batch_norm = "batch": no effect, since the model computes no batch norm')
-            # A non-finite batch is not conclusive: probe the next batch, too.
-            self.is_done = not unclear and not self._without_rule(agreed)
-            if agreed.effective_grains != before:
-                fetched = self._fetch_again(fetched.step)
-            if not too_large:
-                return fetched
 
     def _own_collectives_refused(self) -> contextlib.AbstractContextManager[None]:
         several = self._parts.mesh.world_size > 1

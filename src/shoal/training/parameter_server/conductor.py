@@ -203,7 +203,33 @@ class Conductor:
         elif kind == "failed":
             raise_peer([event.message["error"]])
         elif kind == "done":
-            self._done(event)
+            message, member = event.message, event.member
+            task = self._desk.done(message["ticket"])
+            self.tally.moved(member.number, message["pushed_bytes"], message["pulled_bytes"])
+            if task is None:
+                self.tally.late += 1
+                return
+            _, since, start = self._given.pop(task.ticket)
+            self._longest = max(self._longest, time.monotonic() - since)
+            # Adopt the more conservative policy. Parts under another one are computed again.
+            known, reported = self._computation, MicrobatchPolicy.from_json(message["computation"])
+            agreed = reported if known is None else known.with_care_of(reported)
+            if known is not None and _care(agreed) != _care(known):
+                for part in [part for step in self._arrived.values() for part in step.values()]:
+                    self._desk.put_back(part.task)
+                self._arrived.clear()
+            if known is None or _care(agreed) != _care(known):
+                self._buffers.watch(agreed.buffers, dict(agreed.rules))
+            self._computation = self._engine.computer.computation = agreed
+            if _care(agreed) != _care(reported):
+                self._desk.put_back(task)
+                return
+            nodes = [(int(lo), int(hi)) for lo, hi in message["nodes"]]
+            sums = dict(zip(nodes, event.tensors, strict=True))
+            arrived = self._arrived.setdefault(task.step, {})
+            arrived[task.part] = Arrived(task, member, message["version"], sums, message["row"])
+            if len(arrived) == self._desk.parts(task.step):
+                self._apply(task.step, self._arrived.pop(task.step), start)
 
     def _incident(self, member: Member, kind: str, text: str) -> None:
         worker = {"worker": member.number, "rank": member.rank}
@@ -237,36 +263,6 @@ class Conductor:
         is_due = keeper.every_steps is None and keeper.due(self.state.step)
         if self._around.stop_requested() or is_due or self._retreat.due or self._engine.callbacks.request_bits:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
-
-    def _done(self, event: WorkerEvent) -> None:
-        """Store a worker's result, and apply the step if it was the last part."""
-        message, member = event.message, event.member
-        task = self._desk.done(message["ticket"])
-        self.tally.moved(member.number, message["pushed_bytes"], message["pulled_bytes"])
-        if task is None:
-            self.tally.late += 1
-            return
-        _, since, start = self._given.pop(task.ticket)
-        self._longest = max(self._longest, time.monotonic() - since)
-        # Adopt the more conservative policy. Parts under another one are computed again.
-        known, reported = self._computation, MicrobatchPolicy.from_json(message["computation"])
-        agreed = reported if known is None else known.with_care_of(reported)
-        if known is not None and _care(agreed) != _care(known):
-            for part in [part for step in self._arrived.values() for part in step.values()]:
-                self._desk.put_back(part.task)
-            self._arrived.clear()
-        if known is None or _care(agreed) != _care(known):
-            self._buffers.watch(agreed.buffers, dict(agreed.rules))
-        self._computation = self._engine.computer.computation = agreed
-        if _care(agreed) != _care(reported):
-            self._desk.put_back(task)
-            return
-        nodes = [(int(lo), int(hi)) for lo, hi in message["nodes"]]
-        sums = dict(zip(nodes, event.tensors, strict=True))
-        arrived = self._arrived.setdefault(task.step, {})
-        arrived[task.part] = Arrived(task, member, message["version"], sums, message["row"])
-        if len(arrived) == self._desk.parts(task.step):
-            self._apply(task.step, self._arrived.pop(task.step), start)
 
     def _apply(self, step: int, arrived: dict[int, Arrived], start: dict[str, Tensor] | None) -> None:
         """Decide on a step's update, the same for all servers."""

@@ -122,7 +122,29 @@ class Session:
             plan = plan.with_sections(layout={**dict.fromkeys(DEGREES, 1), "shares": []}, shard={"sizes": []})
         if self.replay:  # compressed sums differ from the sums of one process
             plan = plan.uncompressed
-        _refuse_divided(plan)
+        if plan.serves:
+            raise PlanError(
+                given=f'a Session with server.mode = "{plan.server.mode}"',
+                conflict="a loop of your own updates the parameters itself, which servers would do",
+                remedy='use shoal run with a job file, or server.mode = "none"',
+            )
+        if plan.execution.cuda_graph:
+            raise PlanError(
+                given="a Session with execution.cuda_graph = true",
+                conflict="a loop of your own runs between the forward and the update, and a replay has no place for it",
+                remedy="use execution.cuda_graph = false; or a Job and shoal run",
+            )
+        if plan.divides_model:
+            degrees = ", ".join(degrees_in_use(plan.layout))
+            raise PlanError(
+                given=f"a Session with {degrees}"
+                + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
+                conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them "
+                "so: each forward of a divided model is a collective, and your loop may call the model on one rank "
+                "alone",
+                remedy='use data, memory.shared = true on the CPUs of one host, or shard with shard.level = "optimizer"'
+                "; or a Job and shoal run, which divide the model",
+            )
         prepare_process(plan.execution.exact, num_threads=None)
         with contextlib.ExitStack() as opened:
             self.mesh = opened.enter_context(open_mesh(environment, plan.layout))
@@ -321,27 +343,3 @@ class Session:
             if self._loop is not None:
                 self._loop.boundary.error = None  # its traceback keeps the frames of the loop, with their tensors
         self._insist(error)
-
-
-def _refuse_divided(plan: Plan) -> None:
-    if plan.serves:
-        raise PlanError(
-            given=f'a Session with server.mode = "{plan.server.mode}"',
-            conflict="a loop of your own updates the parameters itself, which servers would do",
-            remedy='use shoal run with a job file, or server.mode = "none"',
-        )
-    if plan.execution.cuda_graph:
-        raise PlanError(
-            given="a Session with execution.cuda_graph = true",
-            conflict="a loop of your own runs between the forward and the update, and a replay has no place for it",
-            remedy="use execution.cuda_graph = false; or a Job and shoal run",
-        )
-    if plan.divides_model:
-        degrees = ", ".join(degrees_in_use(plan.layout))
-        raise PlanError(
-            given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
-            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so: "
-            "each forward of a divided model is a collective, and your loop may call the model on one rank alone",
-            remedy='use data, memory.shared = true on the CPUs of one host, or shard with shard.level = "optimizer"; '
-            "or a Job and shoal run, which divide the model",
-        )
