@@ -75,7 +75,18 @@ def bench(options: BenchOptions) -> int:
         if busy.share() >= _BUSY_SHARE:
             print(folded(f"note: other programs used {busy.share():.0%} of the cores; run it again when idle"))
         return code
-    measured = _measurements(ranks, options.quick, bool(gpu_names))
+    quick = options.quick
+    on_gpus = bool(gpu_names)
+    wanted = sorted({1, ranks}) if on_gpus else counts(ranks)
+    seconds = _QUICK_SECONDS if quick else _SECONDS
+    if not on_gpus:
+        seconds = max(_FEWEST_SECONDS / (2 if quick else 1), seconds / len(wanted))
+    measured = []
+    for count in wanted:
+        threads, many = max(1, cores() // (ranks if on_gpus else count)), "process" if count == 1 else "processes"
+        print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
+        work = {"seconds": seconds, "quick": quick, "computes": count == 1 or not on_gpus}
+        measured.append(Measured.of(results_of("machine", work, count, threads, f"a measurement with {count} {many}")))
     cluster = undisturbed(divided(assembled(measured, gpu_names), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
     machine = {"processor": processor(), "cores": cores(), "gpus": gpus(), "memory_bytes": memory_bytes()}
@@ -154,21 +165,6 @@ def busy_seconds() -> float:
 def _own_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
-    """Measure each number of processes that share the cores. With GPUs, measure one GPU alone and all together."""
-    wanted = sorted({1, ranks}) if on_gpus else counts(ranks)
-    seconds = _QUICK_SECONDS if quick else _SECONDS
-    if not on_gpus:
-        seconds = max(_FEWEST_SECONDS / (2 if quick else 1), seconds / len(wanted))
-    measured = []
-    for count in wanted:
-        threads, many = max(1, cores() // (ranks if on_gpus else count)), "process" if count == 1 else "processes"
-        print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
-        task = {"seconds": seconds, "quick": quick, "computes": count == 1 or not on_gpus}
-        measured.append(Measured.of(results_of("machine", task, count, threads, f"a measurement with {count} {many}")))
-    return measured
 
 
 def assembled(measured: Sequence[Measured], gpu_names: Sequence[str]) -> Cluster:

@@ -78,7 +78,17 @@ def with_plan(options: RunOptions, environment: Environment | None) -> RunOption
     if engine == "local" and not (options.dry_run and options.cluster is not None):
         most = visible_gpus() or cores()
         if options.cluster is not None:
-            _refuse_other_machine(options, most)
+            given = f"{_spelled(options)} --cluster {options.cluster}"
+            cluster = find_cluster(options.cluster or "here")
+            here, own_kind = f"{most} {'GPUs' if visible_gpus() else 'cores'}", "gpu" if visible_gpus() else "cpu"
+            bounded = int(options.devices) if str(options.devices).isdecimal() else cluster.num_devices  # type: ignore[arg-type]
+            if cluster.device.kind != own_kind or min(bounded, cluster.num_devices) > most:
+                raise CommandError(
+                    given=given,
+                    conflict=f"without --on the run trains on this machine, which has {here}",
+                    remedy="write --dry-run for the plan alone, --on ENGINE to train there, or leave --cluster out",
+                )
+            say_note(f"{given}: planned for {options.cluster}, trains on this machine, which has {here}")
     if isinstance(options.devices, int) or (options.devices or "").isdecimal():
         most = min(int(options.devices or 1), most or int(options.devices or 1))
     plan, lines = ask_planner(options, most, where=where)
@@ -150,21 +160,6 @@ def _check(options: RunOptions, asks: bool) -> None:
     else:
         return
     raise CommandError(given=given, conflict=conflict, remedy=remedy)
-
-
-def _refuse_other_machine(options: RunOptions, most: int) -> None:
-    """Refuse to train here what is planned for another machine, and else say where it trains. Raises: CommandError."""
-    given = f"{_spelled(options)} --cluster {options.cluster}"
-    cluster = find_cluster(options.cluster or "here")
-    here, kind = f"{most} {'GPUs' if visible_gpus() else 'cores'}", "gpu" if visible_gpus() else "cpu"
-    bounded = int(options.devices) if str(options.devices).isdecimal() else cluster.num_devices  # type: ignore[arg-type]
-    if cluster.device.kind != kind or min(bounded, cluster.num_devices) > most:
-        raise CommandError(
-            given=given,
-            conflict=f"without --on the run trains on this machine, which has {here}",
-            remedy="write --dry-run for the plan alone, --on ENGINE to train there, or leave --cluster out",
-        )
-    say_note(f"{given}: planned for {options.cluster}, trains on this machine, which has {here}")
 
 
 def _beside(options: RunOptions, suffix: str) -> Path:

@@ -155,7 +155,14 @@ def _watch(start: Start, signals: Signals, watch: Watch) -> float:
             _tell(workers, wanted)
         lost = watch.look({w.rank: w.process.pid for w in workers if w.process.poll() is None})
         if lost:
-            _end_lost(workers, lost)
+            waiting = [worker for worker in workers if worker.rank not in lost and worker.process.poll() is None]
+            shown = {worker.rank: heartbeat.show(worker.heartbeat, worker.process) for worker in waiting}
+            stuck = [worker for worker in workers if worker.rank in lost]
+            shown |= {worker.rank: heartbeat.end(worker.heartbeat, worker.process) for worker in stuck}
+            calls = different_calls(shown)
+            for worker in stuck:
+                stacks = f"\nIt was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
+                worker.stuck = "; ".join(filter(None, (calls, f"it {lost[worker.rank]}, and was killed"))) + stacks
         failed = []
         for worker in [w for w in workers if w.process.poll() is not None]:
             spoke = read_json(worker.report) is not None
@@ -194,18 +201,6 @@ def _tell(workers: Sequence[RankProcess], number: int) -> None:
                 kill(worker.process)
             else:
                 worker.process.send_signal(number)
-
-
-def _end_lost(workers: Sequence[RankProcess], reasons: Mapping[int, str]) -> None:
-    """Kill the ranks that have a reason, after they have shown their stacks."""
-    waiting = [worker for worker in workers if worker.rank not in reasons and worker.process.poll() is None]
-    shown = {worker.rank: heartbeat.show(worker.heartbeat, worker.process) for worker in waiting}
-    stuck = [worker for worker in workers if worker.rank in reasons]
-    shown |= {worker.rank: heartbeat.end(worker.heartbeat, worker.process) for worker in stuck}
-    calls = different_calls(shown)
-    for worker in stuck:
-        stacks = f"\nIt was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
-        worker.stuck = "; ".join(filter(None, (calls, f"it {reasons[worker.rank]}, and was killed"))) + stacks
 
 
 class Start:
