@@ -83,7 +83,6 @@ class RunTimes:
     microbatches: int = 1
     parameters: int = 0
     samples: float = 0.0
-    epoch_steps: float | None = None
     asks_evaluations: bool = False
     messages: int | None = None
     message_bytes: int = 0
@@ -127,7 +126,6 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     apart = degrees["data"] * degrees["shard"]
     most = -(-grains // apart)
     sums = [volume for volume in account.traffic if volume.collective in _SUMS and degrees["shard"] == 1]
-    samples, batch = files.job.get("train_samples"), files.job.get("global_batch")
     return RunTimes(
         num_steps=len(records),
         step=step,
@@ -152,7 +150,6 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
         microbatches=-(-most // max(1, int(section(files.plan, "batch").get("grains_per_microbatch") or 1))),
         parameters=int(files.job.get("parameters") or 0),
         samples=mean(record.num_samples for record in records),
-        epoch_steps=samples / batch if isinstance(samples, int) and isinstance(batch, int) and batch else None,
         asks_evaluations=any(
             (r.after or {}).get("evaluation") and following.epoch == r.epoch for r, following in pairwise(records)
         )

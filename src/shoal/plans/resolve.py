@@ -299,7 +299,7 @@ def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
         yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
 
 
-def warn_of(sentences: Iterable[str], above: int = 0) -> None:
-    """Issue a warning for each sentence at the line that called the caller, or `above` calls further up."""
+def warn_of(sentences: Iterable[str]) -> None:
+    """Issue a warning for each sentence at the line that called the caller."""
     for sentence in sentences:
-        warnings.warn(sentence, SettingWarning, stacklevel=3 + above)
+        warnings.warn(sentence, SettingWarning, stacklevel=3)

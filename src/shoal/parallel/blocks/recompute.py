@@ -167,7 +167,6 @@ class _Segments:
     """Forward of a Sequential in which some children are recomputed together."""
 
     def __init__(self, sequence: nn.Module, blocks: list[Block], kind: str) -> None:
-        self._sequence = sequence
         self.steps: list[Callable[[Any], Any]] = []
         at = 0
         for block in blocks:

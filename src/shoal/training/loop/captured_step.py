@@ -284,11 +284,6 @@ class CapturedStep:
             self._refuse("steps of this job are read before the next one is queued")
 
     @property
-    def replays(self) -> bool:
-        """True if a step is captured, so that steps of its shape are replayed."""
-        return self._graph is not None
-
-    @property
     def fits(self) -> bool:
         """True unless other code has replaced tensors of the graph."""
         return self._graph is None or self._graph.fits()

@@ -137,7 +137,7 @@ class StepRecords:
     def timed(self, kind: str) -> Iterator[None]:
         """Return a context that times an evaluation or a checkpoint (`kind`) outside of any step's time."""
         began = time.perf_counter()
-        self.flush()
+        self._writer.flush()  # before long work
         try:
             yield
         finally:
@@ -183,10 +183,6 @@ class StepRecords:
                 )
         self._writer.write(record)
         self._around.on_step(record, slowest)
-
-    def flush(self) -> None:
-        """Write all records, before long work."""
-        self._writer.flush()
 
     def saves(self, step: int) -> None:
         """Write all records before the checkpoint of `step`, so that no checkpoint is ahead of the records."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ class ForwardRecorder:
         self._microbatch: Microbatch | None = None
         self._calls: Counter[str] = Counter()
         names = {module: name or "(model)" for name, module in model.named_modules()}
-        self._handles = [m.register_forward_hook(self._hook(name)) for m, name in names.items()]
+        self._handles = [m.register_forward_hook(functools.partial(self._called, n)) for m, n in names.items()]
 
     def begin(self, microbatch: Microbatch, batch: Any) -> None:
         """Assign forwards to this microbatch until `end`."""
@@ -55,20 +56,16 @@ class ForwardRecorder:
         """End the forward: later calls are recomputation."""
         self._microbatch = None
 
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                return  # tensors within a transform of torch.func have no values
-            whole = self._outputs.get(name, _same)
-            # Only the output of a compiled block is visible, not its inner modules.
-            if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
-                self._calls[name] += 1
-                call = self._calls[name]
-                if self._is_elsewhere():
-                    return
+    def _called(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # tensors within a transform of torch.func have no values
+        whole = self._outputs.get(name, _same)
+        # Only the output of a compiled block is visible, not its inner modules.
+        if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
+            self._calls[name] += 1
+            call = self._calls[name]
+            if not self._is_elsewhere():
                 self._note(name if call == 1 else f"{name}#{call}", output, whole)
-
-        return hook
 
     def _note(self, call: str, value: Any, whole: Whole = _same) -> None:
         microbatch = self._microbatch
