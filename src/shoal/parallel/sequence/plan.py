@@ -76,7 +76,7 @@ def decide(
         for inner, inner_shapes in block.outputs.items():
             pairs = zip(inner_shapes, twin.outputs[inner] if twin is not None else inner_shapes, strict=True)
             dim = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
-            # Another length is not that of the positions, such as the number of tokens that a router gives to an expert.
+            # Another length is not that of the positions, such as the number of tokens that a router gives an expert.
             # It differs between ranks, which would not all take part in a gather of it.
             is_positions = dim is None or (dim > 0 and all(shape[dim] == block.length for shape in inner_shapes))
             outputs[inner] = dim if is_positions else -1
