@@ -130,7 +130,7 @@ class WeightsAndBiases(Service):
         self._run.finish(exit_code=0 if result["status"] != "failed" else 1)
 
 
-class Trackio(WeightsAndBiases):
+class Trackio(Service):
     """A run of Trackio. `where` is a project; default: TRACKIO_PROJECT or "shoal". The package reads TRACKIO_*."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
@@ -141,6 +141,10 @@ class Trackio(WeightsAndBiases):
             project=project, name=name, config=config, resume="allow", embed=False
         )
         return str(name)
+
+    def log(self, metrics: Metrics) -> None:
+        for step, values in metrics:
+            self._run.log(dict(values), step=step)
 
     def close(self, result: Mapping[str, Any]) -> None:
         self._run.log({f"result/{name}": value for name, value in result.items()})
