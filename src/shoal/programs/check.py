@@ -203,10 +203,10 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
         shared |= {number: pairs} if pairs else {}
     whole = all(any(one == of for one, of in pairs) for pairs in shared.values())
-    apart: dict[Any, bool] = {}  # by optimizer, whether all ranks have samples of their own in its steps
+    apart: dict[Any, bool] = {}  # by optimizer, whether ranks have samples of their own in all its steps
     for number, pairs in shared.items():
         optimizer = evidence.records[0]["steps"][number]["optimizer"]
-        apart[optimizer] = apart.get(optimizer, True) and not any(one for one, _ in pairs)
+        apart[optimizer] = apart.get(optimizer, True) and not any(one == of for one, of in pairs)
     cause = _DRAWN if any(apart.values()) else _SAMPLES
     for number, pairs in shared.items():
         same, size = max(pairs, key=lambda pair: pair[0] / pair[1])

@@ -143,6 +143,7 @@ def drawn(ranks: list[dict[str, Any]]) -> None:
         record["optimizers"] = ["Adam", "SGD"]
         record["steps"][1] |= {"optimizer": 1}
         record["steps"][1]["calls"][0]["rows"] = list("abcd")
+        record["steps"][2]["calls"][0]["rows"] += list("efg")  # made of equal noise, too
 
 
 def divided(ranks: list[dict[str, Any]], *, rows: bool) -> None:
