@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def runs(options: RunsOptions) -> ExitCode:
     if action == "delete":
         return _delete([_entry(word) for word in words], options)
     entries = _listed(words[0] if words else "runs", options)
-    return _prune(entries, options) if action == "prune" else _list(entries, options.json)
+    return _prune(entries, options) if action == "prune" else _list(entries, options)
 
 
 def _check(options: RunsOptions, action: str, words: Sequence[str]) -> None:
@@ -119,11 +120,13 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
         else:
             entries = [one for one in entries if name in one.settings and _equal(one.settings[name], value)]
     key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
-    if entries and key not in _VALUES and not any(key in one.settings for one in entries):
-        raise _refusal(f"--sort {options.sort}", f"no column is called {key}", f"take one of {', '.join(_VALUES)}")
+    if entries and key not in _VALUES and not any(key in one.settings or key in one.metrics for one in entries):
+        known = [*_VALUES, *dict.fromkeys(name for one in entries for name in (*one.metrics, *one.settings))]
+        hint = nearest(key, known)
+        raise _refusal(f"--sort {options.sort}", f"no column is called {key}{hint}", f"take one of {', '.join(known)}")
 
     def sorted_by(one: RunEntry) -> Any:
-        own = _VALUES[key](one) if key in _VALUES else one.settings.get(key)
+        own = _VALUES[key](one) if key in _VALUES else one.settings.get(key, one.metrics.get(key))
         if isinstance(own, int | float) or own is None:
             return own
         return re.sub(r"\d+", lambda number: number[0].zfill(12), str(own))  # run 10 comes after run 9
@@ -133,8 +136,15 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
     return known_values + [one for one in entries if sorted_by(one) is None]
 
 
-def _list(entries: Sequence[RunEntry], as_json: bool) -> ExitCode:
-    if as_json:
+def _list(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
+    key = (options.sort or "").removeprefix("-")
+    if key not in _VALUES and any(key in one.metrics for one in entries) and not options.json:  # shown as the best
+        known = [one.metrics.get(key) for one in entries]
+        entries = [
+            replace(one, best=(key, value, None) if value is not None else None)
+            for one, value in zip(entries, known, strict=True)
+        ]
+    if options.json:
         print(json.dumps([one.to_json() for one in entries], indent=2))
     elif not entries:
         print("there is no run here that the filters let through")
@@ -264,7 +274,7 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
             facts.append(("commit", f"{commit['commit']}{branch}{dirty}"))
             facts.append(("remote", commit.get("remote") or "-"))
         elif commit:
-            facts.append(("commit", f"none: {commit.get('reason')}"))
+            facts.append(("commit", f"none: {str(commit.get('reason')).removeprefix('fatal: ').partition(' (or any')[0]}"))
         facts += [("command", shlex.join(command["arguments"]))] if command.get("arguments") else []
         facts += [("host", command["host"])] if command.get("host") else []
         room = max(len(name) for name, text in facts if text)
@@ -378,7 +388,8 @@ def _entry(word: str) -> RunEntry:
     for path in (Path(word), Path("runs") / word):
         if is_listed(path):
             return entry_of(path, path.name)
-    raise _refusal(word, "no run began there (it has no job.json)", "see: shoal runs")
+    hint = nearest(word, [one.name for one in runs_below(Path("runs"))] if Path("runs").is_dir() else [])
+    raise _refusal(word, f"no run began there (it has no job.json){hint}", "see: shoal runs")
 
 
 def _prune(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:

@@ -375,13 +375,13 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
     crowd, then = _crowd(times, times.world_size), _crowd(times, devices)
     more = times.world_size / devices
     spans = times.spans
-    if computing is None:
-        busy = times.computing
-        rest = sum(spans.get(name, 0.0) for name in ("optimizer", "other"))
-        data = sum(spans.get(name, 0.0) for name in ("data_wait", "host_to_device"))
-    else:  # a rank that is busy for `computing` seconds in total
-        busy = computing * times.computing / max(times.step - spans.get("exposed_communication", 0.0), 1e-9)
-        rest, data = computing - busy, 0.0
+    busy = times.computing
+    rest = sum(spans.get(name, 0.0) for name in ("optimizer", "other"))
+    data = sum(spans.get(name, 0.0) for name in ("data_wait", "host_to_device"))
+    if computing is not None:  # a rank that is busy for `computing` seconds in total
+        part = computing / max(times.step - spans.get("exposed_communication", 0.0), 1e-9)
+        busy, data = busy * part, data * part
+        rest = computing - busy - data
     scaled = _scaled(times, busy / crowd)
     computed = busy / crowd * (1 - scaled + scaled * more)
     sums = _communication(times)

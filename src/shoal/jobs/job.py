@@ -443,7 +443,7 @@ def _others(job: Job) -> Iterator[Mistake]:
                 yield given, "its steps have unequal numbers of samples", write
     if job.on_nonfinite not in ("skip", "rollback", "stop"):
         yield f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say'
-    usable = isinstance(job.metrics, Mapping) and not any(_hooks(job))
+    usable = isinstance(job.metrics, Mapping) and not any(callback_mistakes(job.callbacks, None))
     known = list(job.metric_names) if usable else ["loss"]
     if job.watch is not None and job.watch not in [f"{name}:{best}" for name in known for best in ("min", "max")]:
         wanted = f"a metric ({', '.join(known)}) and which is best, min or max"

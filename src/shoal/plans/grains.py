@@ -46,6 +46,26 @@ def default_grains(global_batch: int, sample_bytes: float) -> int:
     return global_batch // size
 
 
+def grains_of_statistics(global_batch: int, num_samples: int) -> int:
+    """Return the default number of grains for a job with batch statistics. `num_samples`: those of an epoch.
+
+    The default is 8, unless the last grain of a full step or of an epoch's last one then has one sample: one value has
+    no variance. Then it is the most grains without such a step, whose last grain in a full step is at least half full.
+    """
+
+    def lone(size: int) -> bool:
+        return size > 1 and 1 in (global_batch % size, num_samples % global_batch % size)
+
+    def half_full(size: int) -> bool:
+        return 2 * ((global_batch - 1) % size + 1) >= size
+
+    sizes = {count: grain_size(global_batch, count) for count in range(FEW_GRAINS, 0, -1)}
+    if not lone(sizes[FEW_GRAINS]):
+        return FEW_GRAINS
+    fitting = (count for count, size in sizes.items() if size > 1 and half_full(size) and not lone(size))
+    return next(fitting, FEW_GRAINS)
+
+
 def divide(num_samples: int, global_batch: int, num_grains: int) -> list[Grain]:
     """Return the nonempty grains of a step with `num_samples` <= `global_batch`, in order; the last may be short.
 

@@ -92,6 +92,19 @@ def test_sorted_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["lr-2"]
 
 
+def test_sorted_by_a_metric_which_has_the_column_of_the_best(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, value in enumerate((0.7, 0.9, 0.8)):
+        path = folder / f"lr-{place}" / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": {"f1": value}}))
+    assert main(["runs", "--sort=-f1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "best f1" in lines[1]
+    assert [line.split()[0] for line in lines[2:5]] == ["lr-1", "lr-2", "lr-0"]
+    assert [float(line[lines[1].index("best f1") :].split()[0]) for line in lines[2:5]] == [0.9, 0.8, 0.7]
+
+
 def test_differences_and_results_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "compare", "lr-1", "runs/lr-2"]) == 0
     text = capsys.readouterr().out

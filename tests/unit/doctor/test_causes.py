@@ -218,6 +218,13 @@ def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank() -> None:
     assert "slow rank" not in [loss.cause for loss in causes(run(ranks=ranks))]
 
 
+def test_one_device_reads_all_samples_too() -> None:
+    spans = {"data_wait": 0.046, "exposed_communication": 0.03}
+    ranks = {"busy_seconds": RankSpread(0.067, 0.097, 1, 1.0)}
+    slow = next(loss for loss in causes(run(spans=spans, ranks=ranks)) if loss.cause == "slow rank")
+    assert [remedy.name for remedy in slow.remedies] == ["mend-slow-rank"]
+
+
 def test_uneven_shares_are_not_laid_to_a_slow_rank() -> None:
     ranks = {"busy_seconds": RankSpread(0.020, 0.030, 1, 1.0)}
     found = [loss.cause for loss in causes(run(ranks=ranks, share_of_grains=1.5))]

@@ -52,6 +52,10 @@ def test_of_shapes_and_dtypes_the_batch_is_told(act: Callable[[], Any]) -> None:
     assert found.endswith("; the batch was (float32 [4, 6], int64 [4])")
 
 
+def test_of_a_lone_sample_under_batch_statistics_the_grains_are_named() -> None:
+    assert "Job(grains=...) fewer grains" in told(lambda: nn.BatchNorm1d(6)(torch.zeros(1, 6)))
+
+
 @pytest.mark.parametrize(
     ("act", "wanted"),
     [

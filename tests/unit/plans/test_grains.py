@@ -10,6 +10,7 @@ from shoal.plans.grains import (
     Grain,
     default_grains,
     divide,
+    grains_of_statistics,
     grain_size,
     legal_data_degrees,
     microbatches,
@@ -31,6 +32,20 @@ def test_grains_partition_the_samples(global_batch: int, num_grains: int, data: 
     size = grain_size(global_batch, num_grains)
     assert all(g.size == size for g in grains[:-1])
     assert all(0 < g.size <= size for g in grains)
+
+
+@given(COUNTS, COUNTS)
+def test_batch_statistics_are_of_two_samples_or_more(global_batch: int, num_samples: int) -> None:
+    count = grains_of_statistics(global_batch, num_samples)
+    size = grain_size(global_batch, count)
+    if count != 8:
+        assert grain_size(global_batch, 8) > 1
+        assert 1 not in (global_batch % size, num_samples % global_batch % size)
+
+
+def test_eight_grains_unless_one_has_a_single_sample() -> None:
+    assert [grains_of_statistics(64, samples) for samples in (1500, 1497)] == [8, 6]
+    assert [grains_of_statistics(batch, 1400) for batch in (32, 50, 8, 256)] == [8, 6, 8, 8]
 
 
 def test_a_short_step_has_fewer_grains_not_smaller_ones() -> None:

@@ -45,7 +45,7 @@ from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.deferred_init import InitRecorder, NotUnderstoodError, deferred
 from shoal.parallel.model.structure import refuse_wrapped, unwrapped
 from shoal.parallel.model.value_free import construction, twin
-from shoal.plans.grains import FEW_GRAINS, default_grains, random_key
+from shoal.plans.grains import FEW_GRAINS, default_grains, grains_of_statistics, random_key
 
 # Only a model constructed within this time is constructed again; only this many elements are compared.
 _SECONDS = 0.3
@@ -324,7 +324,9 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
         return GrainsChoice(FEW_GRAINS, "default; the model's size is not known before it is built")
     for name, module in model.named_modules():
         if module.training and any(base.__name__ in _BATCH_NORMS for base in type(module).__mro__):
-            return GrainsChoice(FEW_GRAINS, f"default where batch statistics need samples ({name})")
+            source = (data or training_data(job)).source
+            count = grains_of_statistics(job.global_batch, len(source) if isinstance(source, MapSource) else 0)
+            return GrainsChoice(count, f"default where batch statistics need samples ({name})")
     # A batch of a few samples. Errors are left to the first step, and the global generators stay unchanged.
     opened_data = data or training_data(job)
     source, batch, count = opened_data.source, None, 2

@@ -69,7 +69,12 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
         raise JobError(
             given=f"optimizer(parameters) returned {type(optimizer).__name__}",
             conflict="the engine steps a torch.optim.Optimizer",
-            remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
+            remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)"
+            + (
+                "; for several write a class with a step() that steps each, and with the groups of all"
+                if isinstance(optimizer, list | tuple | dict)
+                else ""
+            ),
         )
     known = set(map(id, parameters))
     strangers = sum(id(p) not in known for group in groups(optimizer) for p in group["params"])

@@ -21,7 +21,7 @@ class Schedule:
     """Learning rates, and cyclic momenta, as a torch scheduler sets them.
 
     `scheduler`: a class of torch.optim.lr_scheduler, or a function that returns a scheduler. Its arguments are an
-    optimizer, `num_steps` if the function has this parameter, and `settings`. `every`: number of steps between steps of
+    optimizer, `num_steps` if the function has this parameter or a second one without a value, and `settings`. `every`: number of steps between steps of
     the scheduler. The optimizer has the groups of the job's optimizer, but no parameters. A resumed run replays the
     scheduler from the first step, so it is not in checkpoints, and it is identical on every rank and server.
     """
@@ -91,11 +91,17 @@ class ScheduledRates:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # about resumed schedulers: this one is replayed
                 if self._schedulers is None or wanted < self._turn:
-                    make, settings = self._schedule.scheduler, dict[str, Any]()
-                    if not isinstance(make, type) and "num_steps" in inspect.signature(make).parameters:
-                        settings["num_steps"] = progress.num_steps
+                    make, settings = self._schedule.scheduler, dict(self._schedule.settings)
                     rehearsed = _Rehearsed(self._first, self._defaults)
-                    own_scheduler = make(rehearsed, **settings, **self._schedule.settings)
+                    positional = []
+                    if not isinstance(make, type):
+                        parameters = inspect.signature(make).parameters
+                        second = next(iter([p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]), None)
+                        if "num_steps" in parameters:
+                            settings["num_steps"] = progress.num_steps
+                        elif second and second.default is second.empty and second.name not in settings:
+                            positional = [progress.num_steps]  # lambda optimizer, n: ...
+                    own_scheduler = make(rehearsed, *positional, **settings)
                     if not isinstance(own_scheduler, LRScheduler) or isinstance(own_scheduler, ReduceLROnPlateau):
                         raise JobError(
                             given=f"{self._schedule!r}, which makes {type(own_scheduler).__name__}",

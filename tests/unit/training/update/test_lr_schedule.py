@@ -34,6 +34,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lambda": (torchs.LambdaLR, {"lr_lambda": [lambda n: 1 / (1 + n), lambda n: 0.9**n]}),
     "polynomial": (torchs.PolynomialLR, {"total_iters": STEPS}),
     "a function": (warm, {}),
+    "another name": (lambda optimizer, n: warm(optimizer, n), {}),
 }
 
 
@@ -50,7 +51,7 @@ def values(of: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
 def plain(name: str, kind: str) -> list[Any]:
     own = optimizer(kind)
     make, settings = SCHEDULES[name]
-    scheduler = make(own, STEPS) if make is warm else make(own, **settings)
+    scheduler = make(own, **settings) if isinstance(make, type) else make(own, STEPS)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
