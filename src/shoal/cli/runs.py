@@ -274,7 +274,9 @@ def _show(words: Sequence[str], as_json: bool) -> ExitCode:
             facts.append(("commit", f"{commit['commit']}{branch}{dirty}"))
             facts.append(("remote", commit.get("remote") or "-"))
         elif commit:
-            facts.append(("commit", f"none: {str(commit.get('reason')).removeprefix('fatal: ').partition(' (or any')[0]}"))
+            facts.append(
+                ("commit", f"none: {str(commit.get('reason')).removeprefix('fatal: ').partition(' (or any')[0]}")
+            )
         facts += [("command", shlex.join(command["arguments"]))] if command.get("arguments") else []
         facts += [("host", command["host"])] if command.get("host") else []
         room = max(len(name) for name, text in facts if text)

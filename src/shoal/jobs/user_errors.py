@@ -72,8 +72,8 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
     if _of_tensors(error):
         if "more than 1 value per channel" in text:
             return (
-                "give Job(grains=...) fewer grains, so that each has two samples or more: batch statistics are those of a "
-                f"grain; a last step of one sample has none{_given(batch)}"
+                "give Job(grains=...) fewer grains, so that each has two samples or more: batch statistics are those "
+                f"of a grain; a last step of one sample has none{_given(batch)}"
             )
         if _NUMBERED.search(text):
             return f"mend {line}: a label or a token is beyond what the layer or the loss has{_given(batch)}"

@@ -92,9 +92,7 @@ def test_sorted_and_filtered(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["lr-2"]
 
 
-def test_sorted_by_a_metric_which_has_the_column_of_the_best(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sorted_by_a_metric_which_has_the_column_of_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for place, value in enumerate((0.7, 0.9, 0.8)):
         path = folder / f"lr-{place}" / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": {"f1": value}}))

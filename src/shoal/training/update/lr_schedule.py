@@ -21,9 +21,10 @@ class Schedule:
     """Learning rates, and cyclic momenta, as a torch scheduler sets them.
 
     `scheduler`: a class of torch.optim.lr_scheduler, or a function that returns a scheduler. Its arguments are an
-    optimizer, `num_steps` if the function has this parameter or a second one without a value, and `settings`. `every`: number of steps between steps of
-    the scheduler. The optimizer has the groups of the job's optimizer, but no parameters. A resumed run replays the
-    scheduler from the first step, so it is not in checkpoints, and it is identical on every rank and server.
+    optimizer, `num_steps` and `settings`; the function may call `num_steps`, its second parameter, by another name or
+    leave it out. `every`: number of steps between steps of the scheduler. The optimizer has the groups of the job's
+    optimizer, but no parameters. A resumed run replays the scheduler from the first step, so it is not in checkpoints,
+    and it is identical on every rank and server.
     """
 
     def __init__(self, scheduler: Callable[..., Any], *, every: int = 1, **settings: Any) -> None:
@@ -96,7 +97,9 @@ class ScheduledRates:
                     positional = []
                     if not isinstance(make, type):
                         parameters = inspect.signature(make).parameters
-                        second = next(iter([p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]), None)
+                        second = next(
+                            iter([p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]), None
+                        )
                         if "num_steps" in parameters:
                             settings["num_steps"] = progress.num_steps
                         elif second and second.default is second.empty and second.name not in settings:
