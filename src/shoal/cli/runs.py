@@ -121,9 +121,9 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
             entries = [one for one in entries if name in one.settings and _equal(one.settings[name], value)]
     key, descending = (options.sort or "name").removeprefix("-"), (options.sort or "").startswith("-")
     if entries and key not in _VALUES and not any(key in one.settings or key in one.metrics for one in entries):
-        known = [*_VALUES, *dict.fromkeys(name for one in entries for name in (*one.metrics, *one.settings))]
-        hint = nearest(key, known)
-        raise _refusal(f"--sort {options.sort}", f"no column is called {key}{hint}", f"take one of {', '.join(known)}")
+        columns = [*_VALUES, *dict.fromkeys(name for one in entries for name in (*one.metrics, *one.settings))]
+        conflict = f"no column is called {key}{nearest(key, columns)}"
+        raise _refusal(f"--sort {options.sort}", conflict, f"take one of {', '.join(columns)}")
 
     def sorted_by(one: RunEntry) -> Any:
         own = _VALUES[key](one) if key in _VALUES else one.settings.get(key, one.metrics.get(key))

@@ -380,8 +380,7 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
     data = sum(spans.get(name, 0.0) for name in ("data_wait", "host_to_device"))
     if computing is not None:  # a rank that is busy for `computing` seconds in total
         part = computing / max(times.step - spans.get("exposed_communication", 0.0), 1e-9)
-        busy, data = busy * part, data * part
-        rest = computing - busy - data
+        busy, rest = busy * part, rest * part  # but a quick rank waits for its samples as the others do
     scaled = _scaled(times, busy / crowd)
     computed = busy / crowd * (1 - scaled + scaled * more)
     sums = _communication(times)

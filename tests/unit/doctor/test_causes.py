@@ -223,6 +223,10 @@ def test_one_device_reads_all_samples_too() -> None:
     ranks = {"busy_seconds": RankSpread(0.067, 0.097, 1, 1.0)}
     slow = next(loss for loss in causes(run(spans=spans, ranks=ranks)) if loss.cause == "slow rank")
     assert [remedy.name for remedy in slow.remedies] == ["mend-slow-rank"]
+    bursts = {"data_wait": 0.018, "exposed_communication": 0.015, "forward": 0.001, "backward": 0.001}
+    ranks = {"busy_seconds": RankSpread(0.006, 0.022, 1, 0.9)}  # a step waits for samples on one rank, then the other
+    slow = next(loss for loss in causes(run(spans=bursts, ranks=ranks)) if loss.cause == "slow rank")
+    assert [remedy.name for remedy in slow.remedies] == ["mend-slow-rank"]
 
 
 def test_uneven_shares_are_not_laid_to_a_slow_rank() -> None:
