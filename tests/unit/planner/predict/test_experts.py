@@ -110,14 +110,14 @@ def test_ranks_with_the_same_experts_divide_their_states_under_zero_1() -> None:
 
 
 def test_sums_of_experts_and_others_share_the_backward() -> None:
-    """Each of both would be hidden behind the backward alone; together they are not."""
+    """Either of both would be hidden behind the backward alone; together they are not."""
     apart, together = (
-        predicted(replace(QUIET, overlap=overlap), data=4, expert=2, rate=5.5e8) for overlap in (False, True)
+        predicted(replace(QUIET, overlap=overlap), data=4, expert=2, rate=5e7) for overlap in (False, True)
     )
-    backward = 2 / 3 * apart.terms["compute"]
-    assert 0.5 * backward < apart.terms["gradients"] < 2 * backward
+    backward = 2 / 3 * apart.terms["compute"] + apart.terms["experts"] / 2
+    assert apart.terms["gradients"] > backward
     hidden = apart.terms["gradients"] - together.terms["gradients"]
-    assert 0 < hidden <= backward + together.terms["experts"] / 2
+    assert 0.5 * backward < hidden <= backward * (1 + 1e-6)
 
 
 def test_uneven_routing_takes_as_long_as_the_busiest_rank() -> None:
