@@ -48,6 +48,7 @@ from shoal.runs.sound_values import adapter
 from shoal.runs.step_trial import read_trial
 
 _RANGE = re.compile(r"(\d+):(\d+)")
+_PROCESSES_A_CORE = 4  # of a plan file; more are another machine's, unless --devices names the number
 # Engines whose launcher chooses the number when it knows the available devices.
 ELASTIC = ("hosts", "slurm", "ray", "spark")
 
@@ -304,6 +305,8 @@ def run(options: RunOptions) -> int:
                 remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
             )
         request = requested(options)
+        # A number of processes in words is the user's own; a launcher has its own.
+        unnumbered = options.plan if environment is None and options.devices is None else None
         if options.out is not None and not options.resume:  # an engine's restart resumes
             request = request.restarted(restarts(os.environ))
         if environment is not None and environment.num_to_start and environment.num_hosts == 1:
@@ -315,7 +318,7 @@ def run(options: RunOptions) -> int:
                 and not visible_gpus()
             ):
                 note_processes(request, options.precision)
-            return _run_here(request, has_verified=options.verify)
+            return _run_here(request, unnumbered, has_verified=options.verify)
         if environment.num_to_start:
             return started_on_host(options, request, environment)
         request = joined_request(request, environment)
@@ -323,6 +326,24 @@ def run(options: RunOptions) -> int:
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
         return _train(request, environment, signals, unprepared=True)
+
+
+def refuse_other_machine(plan: Plan, given: Plan | str) -> None:
+    """Refuse a plan for GPUs, or for far more processes than cores, on a machine without GPU. Raises: PlanError."""
+    if visible_gpus():
+        return
+    number, num_cores, made_for = plan.num_processes, cores(), plan.prediction
+    for_gpus = made_for.get("device_kind") == "gpu"
+    if not for_gpus and number <= _PROCESSES_A_CORE * num_cores:
+        return
+    name = given if isinstance(given, str) else "a plan"
+    device = f", made for {made_for.get('cluster', made_for.get('device', 'GPUs'))}" if for_gpus else ""
+    raise PlanError(
+        given=f"--plan {name}: {several(number, 'process')}{device}",
+        conflict=f"this machine has {several(num_cores, 'core')} and no GPU",
+        remedy=f"write --layout data={num_cores} in place of --plan for this machine; or add --devices {number} to "
+        f"start {'it' if number == 1 else f'all {number}'} here all the same",
+    )
 
 
 def note_processes(request: RunRequest, precision: str | None) -> None:
@@ -334,13 +355,16 @@ def note_processes(request: RunRequest, precision: str | None) -> None:
         say_note(f"{number} processes of {each} are predicted to be {faster_by}: write --devices {number}")
 
 
-def _run_here(request: RunRequest, *, has_verified: bool) -> int:
+def _run_here(request: RunRequest, unnumbered: Plan | str | None, *, has_verified: bool) -> int:
     """Train in a child process or with ranks on this host, and return the exit code. Raises: LaunchError.
 
+    `unnumbered`: the given plan, where no option names its number of processes.
     `has_verified`: this process has computed with torch, whose threads a fork does not copy. So it trains alone itself.
     """
     allow_open_files(request.what.plan.num_processes)
     with claimed(request) as (request, lock):
+        if unnumbered is not None:
+            refuse_other_machine(request.what.plan, unnumbered)
         if request.what.plan.num_processes == 1:
             request, signals = request.begun(), Signals(impatient=has_verified)
             code, error = _trained_alone(request, signals, forks=not has_verified)
