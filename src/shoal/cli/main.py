@@ -110,17 +110,22 @@ def _parse(given: list[str]) -> argparse.Namespace:
         from shoal.cli.hints import hints
 
         prog, message = refusal.args
-        subparsers = next(action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
-        known = {
-            name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
-            for name, own in subparsers.choices.items()
-        }
+        known = _options(_parser())
         command = command or next((word for word in given if word in known), None)
         raise CommandError(
             given=f"shoal {' '.join(given)}",
             conflict=message,
             remedy=f"see {prog} --help{hints(command, known, given)}",
         ) from None
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Return the long options of each command."""
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
+        for name, own in subparsers.choices.items()
+    }
 
 
 def _parser(only: str | None = None) -> argparse.ArgumentParser:

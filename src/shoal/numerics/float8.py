@@ -82,8 +82,7 @@ class Float8:
         a, b = self.rounded(left, right, over)
         # Blocks have a kernel on Hopper alone: elsewhere, and here, their values are multiplied in bfloat16.
         if left.is_cuda and left.dtype == torch.bfloat16 and not self.blocks and _has_kernel(left, right):
-            scales = a.scales, b.scales.t()
-            return torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16)
+            return _scaled_product(a, b)
         return F.linear(a.wide(left.dtype), b.wide(right.dtype))
 
 
@@ -106,6 +105,13 @@ def _rounded(values: Tensor, largest: Tensor) -> Float8Values:
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
     sizes = (*right.shape, left.shape[1])
     return torch.cuda.get_device_capability(left.device) >= (8, 9) and all(size % _ALIGNED == 0 for size in sizes)
+
+
+def _scaled_product(a: Float8Values, b: Float8Values) -> Tensor:
+    """Return the product of factors with scales of rows by torch's kernel, in bfloat16."""
+    scales = a.scales, b.scales.t()
+    out: Tensor = torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16)
+    return out
 
 
 class _Float8Product(torch.autograd.Function):

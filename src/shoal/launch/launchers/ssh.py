@@ -82,21 +82,7 @@ def start(submission: Submission, signals: Signals) -> int:
             if signals.received:
                 return int(asked_to_stop), None
             for host, place in places:
-                prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
-                variables = {
-                    n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN
-                }
-                message = {
-                    "arguments": list(submission.arguments),
-                    "folder": str(submission.folder),
-                    "out": str(submission.out),
-                    "address": submission.address,
-                    "threads": submission.threads,
-                    "variables": variables,
-                    "version": __version__,
-                    "time": time.time(),
-                    "place": asdict(place),
-                }
+                message = _message(submission, place)
                 message["variables"][CALL] = listed.call
                 processes.append(HostProcess(listed.words(host), host, message, again=again))
             return _followed(processes, listed, signals, asked_to_stop)
@@ -122,6 +108,23 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
         place = replace(place, host=number, num_hosts=len(hosts), engine="hosts", job=submission.name)
         places.append((host, place))
     return places
+
+
+def _message(submission: Submission, place: Environment) -> dict[str, Any]:
+    """Return the first message to a host's process."""
+    prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
+    variables = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
+    return {
+        "arguments": list(submission.arguments),
+        "folder": str(submission.folder),
+        "out": str(submission.out),
+        "address": submission.address,
+        "threads": submission.threads,
+        "variables": variables,
+        "version": __version__,
+        "time": time.time(),
+        "place": asdict(place),
+    }
 
 
 class HostProcess:

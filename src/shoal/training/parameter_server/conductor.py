@@ -203,13 +203,13 @@ class Conductor:
         elif kind == "failed":
             raise_peer([event.message["error"]])
         elif kind == "done":
-            message, member = event.message, event.member
-            task = self._desk.done(message["ticket"])
+            message = event.message
+            done = self._desk.done(message["ticket"])
             self.tally.moved(member.number, message["pushed_bytes"], message["pulled_bytes"])
-            if task is None:
+            if done is None:
                 self.tally.late += 1
                 return
-            _, since, start = self._given.pop(task.ticket)
+            _, since, start = self._given.pop(done.ticket)
             self._longest = max(self._longest, time.monotonic() - since)
             # Adopt the more conservative policy. Parts under another one are computed again.
             known, reported = self._computation, MicrobatchPolicy.from_json(message["computation"])
@@ -222,14 +222,14 @@ class Conductor:
                 self._buffers.watch(agreed.buffers, dict(agreed.rules))
             self._computation = self._engine.computer.computation = agreed
             if _care(agreed) != _care(reported):
-                self._desk.put_back(task)
+                self._desk.put_back(done)
                 return
             nodes = [(int(lo), int(hi)) for lo, hi in message["nodes"]]
             sums = dict(zip(nodes, event.tensors, strict=True))
-            arrived = self._arrived.setdefault(task.step, {})
-            arrived[task.part] = Arrived(task, member, message["version"], sums, message["row"])
-            if len(arrived) == self._desk.parts(task.step):
-                self._apply(task.step, self._arrived.pop(task.step), start)
+            arrived = self._arrived.setdefault(done.step, {})
+            arrived[done.part] = Arrived(done, member, message["version"], sums, message["row"])
+            if len(arrived) == self._desk.parts(done.step):
+                self._apply(done.step, self._arrived.pop(done.step), start)
 
     def _incident(self, member: Member, kind: str, text: str) -> None:
         worker = {"worker": member.number, "rank": member.rank}
