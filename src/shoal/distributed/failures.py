@@ -18,7 +18,7 @@ from shoal.errors import (
     refused_by_system,
     text_of,
 )
-from shoal.jobs.user_errors import place_of, remedy, traceback_of
+from shoal.jobs.user_errors import OF_THE_DATASET, place_of, remedy, traceback_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 
 
@@ -39,13 +39,16 @@ def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
     )
 
 
-def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeError | OutOfMemoryError:
+def user_error(
+    what: str, error: BaseException, batch: Any = None, shapes: str = OF_THE_DATASET
+) -> UserCodeError | OutOfMemoryError:
     """Return a three-beat error for an exception from the job's own code, with the traceback for the run directory.
 
     Args:
         what: the part of the job that raised the exception.
         error: the exception. Exhausted memory is not an error of the code and gives an OutOfMemoryError.
         batch: the batch that the code received, if any.
+        shapes: what the remedy for a wrong shape or dtype says of the code's input.
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)
@@ -54,7 +57,7 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
     user_code = UserCodeError(
         given=f"{what} of this job",
         conflict=f"it raised {type(error).__name__}: {text}{place}",
-        remedy=remedy(error, has_line=bool(place), batch=batch),
+        remedy=remedy(error, has_line=bool(place), batch=batch, shapes=shapes),
     )
     user_code.traceback_text = traceback_of(error)
     return user_code

@@ -56,14 +56,15 @@ _NUMBERED = re.compile(r"index out of range in self|Target -?\d+ is out of bound
 _UNPACKED = re.compile(r"values to unpack|cannot unpack")
 # Python's message for a relative import outside of a package.
 NO_PACKAGE = "no known parent package"
-_OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after collation"
+OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after collation"
 
 
-def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
+def remedy(error: BaseException, *, has_line: bool, batch: Any = None, shapes: str = OF_THE_DATASET) -> str:
     """Return the remedy for an exception of the job's code.
 
     `has_line`: whether the message already names a line of the user's code.
     `batch`: the input of the code, if known. The remedy describes it for errors of shapes and unpacking.
+    `shapes`: what the shapes and dtypes that the code receives are those of.
     """
     line = "that line" if has_line else "what raised it (the traceback is in errors/ of the run directory)"
     text = text_of(error)
@@ -83,7 +84,7 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
                 "device=x.device of one of them, or is a buffer of the model (register_buffer)"
             )
         if _DTYPES.search(text) or _SHAPES.search(text):
-            return f"mend {line}; {_OF_THE_DATASET}{_given(batch)}"
+            return f"mend {line}; {shapes}{_given(batch)}"
     if isinstance(error, SystemExit):
         return "let the job's code return, or raise what is wrong"
     if isinstance(error, ImportError) and NO_PACKAGE in text_of(error):

@@ -64,7 +64,8 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     except ShoalError:
         raise
     except Exception as error:
-        raise user_error("the optimizer function", error) from error
+        shapes = "the optimizer function gets every parameter that the model trains, biases and norms among them"
+        raise user_error("the optimizer function", error, shapes=shapes) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
             given=f"optimizer(parameters) returned {type(optimizer).__name__}",

@@ -97,6 +97,10 @@ def test_a_step_that_raises_names_the_cause(error: Exception, kind: type[Excepti
 def test_an_optimizer_function_that_raises_is_told() -> None:
     with pytest.raises(UserCodeError, match=r"the optimizer function .* raised ValueError: Invalid learning"):
         build_optimizer(lambda p: torch.optim.SGD(p, lr=-1.0), Parameters(model()))
+    with pytest.raises(UserCodeError, match="Muon only supports 2D") as caught:
+        build_optimizer(lambda p: torch.optim.Muon(p, lr=0.1), Parameters(model()))
+    assert "dataset" not in caught.value.remedy
+    assert "the optimizer function gets every parameter" in caught.value.remedy
 
 
 def test_parameters_may_be_grouped_by_name() -> None:
