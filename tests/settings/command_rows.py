@@ -528,7 +528,7 @@ AVERAGED_RUN = KEPT.with_("--set", "change=callbacks")
 AVERAGED = export("-o", "found", "--ema", after=AVERAGED_RUN)
 
 EXPORT_OPTIONS: Table = {
-    "run": Refuses(Call("export", ("gone",), job=None), "no checkpoint is there"),
+    "run": Refuses(Call("export", ("gone",), job=None), "there is no such folder"),
     "--output": Acts(EXPORTED, export(), lambda ended: (ended.folder / "found/model.safetensors").exists(), True),
     "--output: a folder with files": Refuses(export("-o", "out"), "nothing is overwritten"),
     "--step": Acts(export("-o", "found", "--step", "1"), EXPORTED, content),
@@ -570,7 +570,7 @@ EVALUATED = evaluate()
 
 EVALUATE_OPTIONS: Table = {
     "job": Refuses(evaluate(job="gpt"), "a checkpoint of another model"),
-    "run": Refuses(evaluate(after=None), "no checkpoint is there"),
+    "run": Refuses(evaluate(after=None), "there is no such folder"),
     "--step": Acts(evaluate("--step", "1"), EVALUATED, said),
     "--ema": Acts(evaluate("--ema", after=AVERAGED_RUN), evaluate(after=AVERAGED_RUN), said),
     "--ema: of a run without": Refuses(evaluate("--ema"), "no average of the weights is there"),
@@ -603,7 +603,7 @@ PREDICTED = predict()
 
 PREDICT_OPTIONS: Table = {
     "job": Refuses(predict(job="gpt"), "a checkpoint of another model"),
-    "run": Refuses(predict(after=None), "no checkpoint is there"),
+    "run": Refuses(predict(after=None), "there is no such folder"),
     "--output": Acts(
         predict("-o", "mine.safetensors"), PREDICTED, lambda ended: (ended.folder / "mine.safetensors").exists(), True
     ),

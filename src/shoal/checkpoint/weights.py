@@ -33,7 +33,7 @@ from shoal.checkpoint.store import (
 )
 from shoal.checkpoint.tensor_file import open_tensors
 from shoal.checkpoint.whole_optimizer import EVALUATED
-from shoal.errors import IntegrityError, RunDirectoryError
+from shoal.errors import IntegrityError, RunDirectoryError, nearest
 from shoal.parallel.model.sharded_model import TensorSlice
 from shoal.runs.address import CHECKPOINTS, RunAddress, fetch_to_read, is_address
 from shoal.runs.directory import RunDirectory
@@ -219,6 +219,14 @@ def find(path: Path, step: Step = "last") -> SavedCheckpoint:
     Nothing is renamed. Raises: RunDirectoryError if there is none; IntegrityError if it is damaged.
     """
     folder = path
+    if not path.exists():
+        parent = path.absolute().parent
+        beside = [one.name for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+        raise RunDirectoryError(
+            given=str(path),
+            conflict="there is no such folder",
+            remedy=f"give the directory of a run that has trained{nearest(path.name, beside)}",
+        )
     if not (path / MANIFEST_NAME).is_file():
         store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         folder = store.folder / name_of(store, step, str(path))

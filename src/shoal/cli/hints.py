@@ -13,7 +13,7 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
         *("gpus", "ngpus", "n-gpus", "num-gpus", "nproc", "nproc-per-node", "np", "processes", "num-processes"),
         *("world-size", "num-devices", "ranks", "devices", "cpus"),
     ),
-    ("--plan",): ("plan-file", "layout"),
+    ("--plan",): ("plan-file",),
     ("--config",): ("config-file", "config-path", "config-name", "cfg", "settings", "params", "hparams"),
     ("--out", "--output"): (
         *("output", "output-dir", "out", "out-dir", "save-dir", "run-dir", "rundir", "log-dir", "logdir", "workdir"),
@@ -110,6 +110,9 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
             yield from (f"{option}{placeholder}" for option in same if option in own)
     if name in _PRECISIONS and "--precision" in own:
         yield f"--precision {_PRECISIONS[name]}"
+    if name == "layout" and "--plan" in own:
+        degrees = value.replace("=", " = ").replace(",", "; ")
+        yield f"--plan FILE, in which [layout] says {degrees or 'data = N'}"
     if name in _DEGREES and "--plan" in own:
         degree = f"{_DEGREES[name]}={value if value.isdigit() else 'N'}"
         yield f"--layout {degree}" if "--layout" in own else f"--plan FILE, in which [layout] says {degree}"

@@ -124,8 +124,11 @@ def test_a_step_that_is_not_there(tmp_path: Path, step: int, words: str) -> None
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    (tmp_path / "cifar-2").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"there is no such folder(?s:.*)did you mean 'cifar-2'\?"):
+        shoal.load(tmp_path / "cifra-2")
     with pytest.raises(RunDirectoryError, match="no checkpoint is there"):
-        shoal.load(tmp_path / "gone")
+        shoal.load(tmp_path / "cifar-2")
     save(Net(), tmp_path)
     with pytest.raises(RunDirectoryError, match="that is the checkpoint of step 7"):
         shoal.load(tmp_path / "step-00000007", step=8)
