@@ -171,6 +171,8 @@ def front(
     if bar is not None:
         likely = f"likely {seconds(step * bar.low)} to {seconds(step * bar.high)}"
 
+    waits = chosen.prediction.terms.get("data", 0.0) / step
+    data = f"; {waits:.0%} waits for samples (--workers)" if waits >= DISTINCT else ""
     cost = "not known: write --price DOLLARS of a device-hour"
     if hour is not None:
         source, whole = cluster.device.sources.get("price_per_hour", ""), answer.cost(chosen)
@@ -240,7 +242,7 @@ def front(
     rows = [
         ["layout", fitting(layout_name(chosen.plan), of_all, f", {batch(chosen, answer)[0]} samples a microbatch")],
         ["run", typed],
-        ["step", fitting(seconds(step), f", {speed}", likely and f"; {likely}")],
+        ["step", fitting(seconds(step), f", {speed}", data, likely and f"; {likely}")],
         ["mode", fitting(*modes(answer))],
         ["training", length(answer)],
         ["memory", fitting(

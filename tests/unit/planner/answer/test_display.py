@@ -130,6 +130,14 @@ def test_tokens_where_samples_are_sequences(one: SearchResult) -> None:
     assert f"{tokens / 1024:,.0f} samples/s" in row(images, "throughput")
 
 
+def test_a_step_that_waits_for_samples_says_so(one: SearchResult) -> None:
+    assert "samples (--workers)" not in dict(front(one))["step"]
+    prediction = one.chosen.prediction
+    waiting = replace(prediction, terms={**prediction.terms, "data": 0.8 * one.chosen.seconds})
+    starved = replace(one, choice=replace(one.choice, chosen=replace(one.chosen, prediction=waiting)))
+    assert "; 80% waits for samples (--workers)" in dict(front(starved))["step"]
+
+
 def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: SearchResult) -> None:
     told = row(one, "of the peak")
     dtype, flops = one.peak
