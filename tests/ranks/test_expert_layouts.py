@@ -97,7 +97,6 @@ def test_resumed_under_other_degrees_and_exported(tmp_path: Path) -> None:
     run(Run(JOB, out, None, arguments=("--layout", "data=4,expert=4", "--steps", "2"))).expect(0)
     first = last_records(out / "records.jsonl")[0].expert_imbalance
     assert first is not None
-    assert 1 <= first <= 4
     plan = tmp_path / "plan.toml"
     plan.write_text('[layout]\nshard = 4\nexpert = 2\n[shard]\nlevel = "optimizer"\n', encoding="utf-8")
     run(Run(JOB, out, None, arguments=("--plan", str(plan), "--resume", "--steps", "4"))).expect(0)

@@ -111,7 +111,7 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
     if name in _PRECISIONS and "--precision" in own:
         yield f"--precision {_PRECISIONS[name]}"
     if name == "layout" and "--plan" in own:
-        degrees = value.replace("=", " = ").replace(",", "; ")
+        degrees = value.replace("=", " = ").replace(",", " and ")
         yield f"--plan FILE, in which [layout] says {degrees or 'data = N'}"
     if name in _DEGREES and "--plan" in own:
         degree = f"{_DEGREES[name]}={value if value.isdigit() else 'N'}"

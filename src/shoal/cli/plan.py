@@ -221,7 +221,7 @@ def configuration_for(answer: Answer, name: str) -> Emission:
     if batch % grains:
         raise PlanError(
             given=f"--emit {name} with {batch} samples in {grains} grains",
-            conflict=f"{target.title} has microbatches of one size, and these grains are of two",
+            conflict=f"{target.title} has microbatches of one size, and {batch} is no multiple of {grains}",
             remedy=f"give the job grains={max(n for n in range(1, grains) if batch % n == 0)}, or leave --emit out",
         )
     facts = emit.Facts(

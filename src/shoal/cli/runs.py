@@ -138,7 +138,8 @@ def _listed(folder: str, options: RunsOptions) -> list[RunEntry]:
 
 def _list(entries: Sequence[RunEntry], options: RunsOptions) -> ExitCode:
     key = (options.sort or "").removeprefix("-")
-    if key not in _VALUES and any(key in one.metrics for one in entries) and not options.json:  # shown as the best
+    is_metric = key not in _VALUES and not any(key in one.settings for one in entries)
+    if is_metric and any(key in one.metrics for one in entries) and not options.json:  # shown as the best
         known = [one.metrics.get(key) for one in entries]
         entries = [
             replace(one, best=(key, value, None) if value is not None else None)

@@ -64,7 +64,7 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None, shapes: s
 
     `has_line`: whether the message already names a line of the user's code.
     `batch`: the input of the code, if known. The remedy describes it for errors of shapes and unpacking.
-    `shapes`: what the shapes and dtypes that the code receives are those of.
+    `shapes`: a sentence on where the shapes and dtypes that the code receives come from.
     """
     line = "that line" if has_line else "what raised it (the traceback is in errors/ of the run directory)"
     text = text_of(error)

@@ -193,19 +193,25 @@ class BatchLoss:
 _PIECE = 256
 
 
+def num_rows(batch: Any) -> int | None:
+    """Return the number of rows of a batch, or None if it has parts that are no tensors by sample."""
+    sizes = {leaf.size(0) if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in tree_flatten(batch)[0]}
+    return max(sizes) if len(sizes) == 1 and max(sizes) >= 0 else None
+
+
 def pieces_of(batch: Any) -> list[Any]:
-    """Return a batch in pieces of some rows, or whole if it has parts that are no tensors by sample."""
+    """Return a batch in pieces of some rows, or whole if it has no rows."""
     leaves, spec = tree_flatten(batch)
-    sizes = {leaf.size(0) if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in leaves}
-    if len(sizes) != 1 or max(sizes) <= _PIECE:
+    rows = num_rows(batch)
+    if rows is None or rows <= _PIECE:
         return [batch]
-    starts = range(0, max(sizes), _PIECE)
+    starts = range(0, rows, _PIECE)
     return [tree_unflatten([leaf[start : start + _PIECE] for leaf in leaves], spec) for start in starts]
 
 
-def most_pieces(num_rows: int) -> int:
-    """Return the largest number of pieces of a batch with up to `num_rows` rows."""
-    return -(-num_rows // _PIECE)
+def most_pieces(most_rows: int) -> int:
+    """Return the largest number of pieces of a batch with up to `most_rows` rows."""
+    return -(-most_rows // _PIECE)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
-from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks, refuse_adapted
+from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks, refuse_adapted, refuse_mixed
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
@@ -220,6 +220,7 @@ class _Axes:
                     remedy="hold the blocks with these experts in an nn.ModuleList, or use layout.context = 1",
                 )
             refuse_adapted(self.model, block)
+            refuse_mixed(self.model, block, self.blocks, gathers=self.plan.execution.exact)
             division.experts.update(block.parameters)
             # Modules inside of experts compute rows of several ranks, and not every rank calls each of them.
             inside = (name for name, _ in self.model.named_modules() if name.startswith(f"{block.name}."))
@@ -339,7 +340,7 @@ def assemble(
         return FastPart(sharded_model, parameters, reduce, mark)
     experts = sharded_model.expert_parameters()
     expert_sums, expert_grains, own_experts = None, None, set(map(id, experts))
-    # `parameters` may be of one of several optimizers.
+    # `parameters` may be of one of several optimizers, but not in exact mode, which a Session has not with experts.
     summed_experts = [p for p in parameters if id(p) in own_experts]
     if experts and plan.execution.exact:
         from shoal.parallel.experts.gathered import ExpertGrains

@@ -57,10 +57,10 @@ _CLASSES = ("classes are weighed by their numbers in a microbatch", "weigh them 
 _SMALLER = ("a sum over a process's samples, averaged over processes", "divide by its samples, or scale the rate")
 _MIXED = ("zero_grad is missing, or comes too early", "set gradients to zero before the first backward of the update")
 _CHANGE = ("the script changes gradients itself, which is not checked further", "leave it if that is wanted")
-_NEGATIVES = ("the loss compares samples of one rank: more processes, fewer of them", "gather them, with gradients")
+_NEGATIVES = ("the loss compares samples of one rank, which has fewer on more processes", "gather them, with gradients")
 _PLACES = ("targets do not begin at the rank's own rows", "add rank * samples to them, or gather own rows first")
-_GATHERED = ("gradients lack what other ranks' losses have of them", "gather by torch.distributed.nn.functional")
-_IDLE = ("they were left out when the optimizer was made", "leave it if they stay as they are: requires_grad_(False)")
+_GATHERED = ("if the loss uses them, gradients lack other ranks' parts", "gather by torch.distributed.nn.functional")
+_IDLE = ("the optimizer was made without them", "give them to it, or write requires_grad_(False)")
 _UNLIKE = ("losses have weights of their own, such as those of mixup", "leave it if that is wanted")
 _PARTIAL = ("each microbatch is clipped by itself", "clip once, after the last backward of the update")
 _BY_HAND = ("gradients are clipped or scaled by hand, on all ranks alike", "leave it if that is wanted")
@@ -203,12 +203,14 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
         pairs = [(len(set(a) & set(b)), min(len(a), len(b))) for a, b in itertools.combinations(own, 2) if a and b]
         shared |= {number: pairs} if pairs else {}
     whole = all(any(one == of for one, of in pairs) for pairs in shared.values())
-    apart: dict[Any, bool] = {}  # by optimizer, whether ranks have samples of their own in all its steps
+    most: dict[Any, float] = {}  # by optimizer, the largest share of samples that two ranks have in common in a step
     for number, pairs in shared.items():
         optimizer = evidence.records[0]["steps"][number]["optimizer"]
-        apart[optimizer] = apart.get(optimizer, True) and not any(one == of for one, of in pairs)
-    cause = _DRAWN if any(apart.values()) else _SAMPLES
+        most[optimizer] = max(most.get(optimizer, 0.0), *(one / of for one, of in pairs))
     for number, pairs in shared.items():
+        optimizer = evidence.records[0]["steps"][number]["optimizer"]
+        others = [share for other, share in most.items() if other != optimizer]
+        cause = _DRAWN if any(share < 0.5 for share in others) else _SAMPLES
         same, size = max(pairs, key=lambda pair: pair[0] / pair[1])
         if 2 * same < size:
             continue
@@ -536,10 +538,12 @@ def _reduction(
         distance(h.double(), _clipped(o.double() / _scale(step), step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
-        if beside := next((group for group in evidence.groups if len(group) > 1), None):
-            rows = {str([call["rows"] for call in steps[rank]["calls"]]) for rank in beside}
+        beside = sorted(next((group for group in evidence.groups if len(group) > 1), ()))
+        rows = {str([call["rows"] for call in steps[rank]["calls"]]) for rank in beside}
+        parts = [own[rank].double() for rank in beside]
+        if any(one.shape != parts[0].shape or distance(one, parts[0]) > evidence.tolerance for one in parts[1:]):
             model = evidence.records[0]["modules"][int(key.partition(":")[0])]["class"]
-            said = f"ranks {_listed(sorted(beside))} compute parts of one forward, and have different "
+            said = f"ranks {_listed(beside)} compute parts of one forward, and have different "
             phase, what = ("data", "samples") if len(rows) > 1 else ("forward", "gradients of one parameter")
             cause = _PARTS if len(rows) > 1 else _UNSUMMED
             yield Finding(number, phase, "samples" if len(rows) > 1 else model, said + what, None, *cause)

@@ -184,7 +184,7 @@ class ScriptReplay:
                 by_name[name].training = not call["training"]
             for name, p in module.named_parameters():  # a script may freeze one model while it trains another
                 key = f"{call['module']}:{parts.plain_name(name)}"
-                p.requires_grad_(p.is_floating_point() and key not in call["frozen"])
+                p.requires_grad_((p.is_floating_point() or p.is_complex()) and key not in call["frozen"])
             observer.restore_random(call["random"])
             kind = next((p.device.type for p in module.parameters()), "cpu")
             place = next((p.device for p in module.parameters()), torch.device("cpu"))

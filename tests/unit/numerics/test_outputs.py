@@ -23,6 +23,8 @@ from shoal.numerics.outputs import (
     InPieces,
     RowsOfOutputs,
     SurrogateLoss,
+    num_rows,
+    pieces_of,
 )
 
 sys.path.append(str(EXAMPLES))
@@ -133,6 +135,12 @@ def test_large_batches_are_evaluated_in_pieces() -> None:
     total, weight = BatchLoss(outputs, loss)(None, (rows,))
     assert (float(total), weight, sizes) == (float(rows.sum()), 600, [256, 256, 88])
     assert InPieces(lambda model, batch: (len(batch[0]), 1))(None, (rows,)) == (600, 3)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [((X, LABELS), 8), ((X, "text"), None), ((X, LABELS[:2]), None)])
+def test_a_batch_with_other_parts_has_no_rows(batch: Any, rows: int | None) -> None:
+    assert num_rows(batch) == rows
+    assert pieces_of(batch) == [batch]
 
 
 def test_predictions_are_the_outputs_by_sample() -> None:

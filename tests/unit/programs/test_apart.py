@@ -146,6 +146,13 @@ def drawn(ranks: list[dict[str, Any]]) -> None:
         record["steps"][2]["calls"][0]["rows"] += list("efg")  # made of equal noise, too
 
 
+def read_alike(ranks: list[dict[str, Any]]) -> None:
+    """One of two optimizers reads the same samples on all ranks, and the other reads most of them."""
+    drawn(ranks)
+    for record in ranks:
+        record["steps"][0]["calls"][0]["rows"] += list("efghi")
+
+
 def divided(ranks: list[dict[str, Any]], *, rows: bool) -> None:
     """Ranks compute parts of one forward, and get other gradients; `rows`: from the same samples."""
     for rank, record in enumerate(ranks):
@@ -185,6 +192,7 @@ def summed(step: dict[str, Any]) -> None:
         (in_all(lambda step: step["losses"][0].update(pairs=(0, 10))), None),
         (lambda ranks: ranks[0].update(idle=["0:weight"]), (0, "update", "weight", False)),
         (drawn, (1, "data", "samples", False)),
+        (read_alike, (0, "data", "samples", False)),
         (lambda ranks: divided(ranks, rows=False), (0, "data", "samples", True)),
         (lambda ranks: divided(ranks, rows=True), (0, "forward", "Net", True)),
         (in_all(summed), None),

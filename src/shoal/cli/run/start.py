@@ -35,6 +35,7 @@ from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.planner.calibrate.processes import faster
 from shoal.plans import Plan
+from shoal.plans.grains import FEW_GRAINS
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import STEPS, Wishes, apply_wishes, sets_step
 from shoal.plans.rules import shown
@@ -285,6 +286,10 @@ def run(options: RunOptions) -> int:
                 conflict="--verify checks the first two steps, and a resumed run does not begin with them",
                 remedy="leave one of them out",
             )
+        # A number of processes in words is the user's own; a launcher has its own.
+        unnumbered = options.plan if environment is None and options.devices is None else None
+        if options.verify and not options.dry_run and unnumbered is not None and options.on == "local":
+            refuse_other_machine(requested(options).what.plan, unnumbered)
         if (
             options.verify
             and not options.dry_run
@@ -305,8 +310,6 @@ def run(options: RunOptions) -> int:
                 remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
             )
         request = requested(options)
-        # A number of processes in words is the user's own; a launcher has its own.
-        unnumbered = options.plan if environment is None and options.devices is None else None
         if options.out is not None and not options.resume:  # an engine's restart resumes
             request = request.restarted(restarts(os.environ))
         if environment is not None and environment.num_to_start and environment.num_hosts == 1:
@@ -341,8 +344,8 @@ def refuse_other_machine(plan: Plan, given: Plan | str) -> None:
     raise PlanError(
         given=f"--plan {name}: {several(number, 'process')}{device}",
         conflict=f"this machine has {several(num_cores, 'core')} and no GPU",
-        remedy=f"write --layout data={num_cores} in place of --plan for this machine; or add --devices {number} to "
-        f"start {'it' if number == 1 else f'all {number}'} here all the same",
+        remedy=f"write --layout data={min(num_cores, FEW_GRAINS)} in place of --plan for this machine; or add "
+        f"--devices {number} to start {'it' if number == 1 else f'all {number}'} here all the same",
     )
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -414,7 +415,11 @@ class Backend:
         sites = self._draw_by_keys(graph)
         if not sites:
             return self._in_parts(graph, inputs)
-        keys = [node.meta["example_value"] for node in sites]
+        # torch 2.10 compiles with another fake mode than it traces with.
+        tracing = TracingContext.try_get()
+        with (tracing and tracing.fake_mode) or contextlib.nullcontext():
+            values = [node.meta["example_value"] for node in sites]
+            keys = [torch.empty(tuple(key.shape), dtype=key.dtype, device=key.device) for key in values]
         names, drawing, call = dict[str, list[str]](), list(sites.values()), self._in_parts(graph, [*inputs, *keys])
 
         def run(*args: Any) -> Any:

@@ -133,6 +133,32 @@ def refuse_adapted(model: nn.Module, block: ExpertBlock) -> None:
         )
 
 
+def refuse_mixed(model: nn.Module, block: ExpertBlock, blocks: Sequence[ExpertBlock], *, gathers: bool) -> None:
+    """Raise JobError for experts that are trained in part, and for two blocks that one forward computes.
+
+    `gathers`: ranks gather a block's experts, which are in memory for one block at a time.
+    """
+    trained = {(name.rpartition(".")[2], model.get_parameter(name).requires_grad) for name in block.parameters}
+    if block.listed and len(trained) > len({key for key, _ in trained}):
+        raise JobError(
+            given=f"experts of {block.name} of which some are trained and others frozen, with layout.expert > 1",
+            conflict="ranks that store frozen experts alone would not take part in the sums of the others",
+            remedy="freeze all of them alike, or use layout.expert = 1",
+        )
+    around, _, _ = block.name.rpartition(".")
+    inside = [one for one in blocks if one is not block and one.name.startswith(f"{around}." if around else "")]
+    if gathers:
+        other = next(iter(inside), None)
+    else:
+        other = next((one for one in inside if one.listed and one.name.rpartition(".")[0] == around), None)
+    if block.listed and other is not None:
+        raise JobError(
+            given=f"the experts {block.name} and {other.name}, with layout.expert > 1",
+            conflict=f"the forward of {around or 'the model'} computes both, and ranks exchange one block at a time",
+            remedy=f"call {block.name} in a module of its own, or use layout.expert = 1",
+        )
+
+
 def refuse_dependent(model: nn.Module, block: ExpertBlock) -> None:
     """Raise JobError for experts whose rows depend on other rows or on random numbers."""
     for name, module in model.get_submodule(block.name).named_modules():

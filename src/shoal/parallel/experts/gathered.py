@@ -59,13 +59,13 @@ class GatheredBlock:
     block: ExpertBlock
     axis: TensorAxis
     homes: list[list[_ParameterHome]]
-    others: list[GatheredBlock]  # all blocks of the model, in its order
+    blocks: list[GatheredBlock]  # all of the model, in its order
     wholes: list[list[nn.Parameter]] = field(default_factory=list)
     _stored: list[Tensor] = field(default_factory=list)  # this rank's part of each whole, since the last forward
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return the context of a forward with all experts. Collective: the axis, as `gather`."""
+        """Gather all experts for a forward, and free them after it. Collective: the axis, as `gather`."""
         own = [(home, home.own) for homes in self.homes for home in homes]
         if not self.wholes:
             for homes in self.homes:
@@ -112,7 +112,7 @@ class GatheredBlock:
                 conflict="with layout.expert > 1 in exact mode they are in memory for one backward at a time",
                 remedy="use layout.expert = 1 or execution.exact = false, or leave the experts out of that gradient",
             )
-        for other in self.others:
+        for other in self.blocks:
             if other is not self:
                 other.free()
         self.gather()
@@ -151,23 +151,20 @@ class GatheredBlock:
 class _GatheringForward(nn.Module):
     """First base of the class of a module that computes gathered experts."""
 
-    gathered_experts: list[GatheredBlock]
+    gathered_experts: GatheredBlock
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's own forward with all experts. Collective: as `GatheredBlock.gathered`."""
-        with contextlib.ExitStack() as stack:
-            for block in self.gathered_experts:
-                stack.enter_context(block.gathered())
+        with self.gathered_experts.gathered():
             result = super().forward(*args, **kwargs)
         for tensor in tensors_in(result) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
-                for block in self.gathered_experts:
-                    tensor.register_hook(block.before_backward)
+                tensor.register_hook(self.gathered_experts.before_backward)
         return result
 
 
-def gather_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, others: list[GatheredBlock]) -> None:
-    """Make a block gather its experts from the ranks of an axis. Mutates the model, and adds the block to `others`.
+def gather_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, blocks: list[GatheredBlock]) -> None:
+    """Make a block gather its experts from the ranks of an axis. Mutates the model, and adds the block to `blocks`.
 
     Afterwards each parameter must have the rank's experts alone. The block's forwards and backwards communicate.
     """
@@ -176,13 +173,10 @@ def gather_block(model: nn.Module, block: ExpertBlock, axis: TensorAxis, others:
         home, _, key = name.rpartition(".")
         within = name.removeprefix(f"{block.name}.").partition(".")[2] if block.listed else key
         homes.setdefault(within, []).append(_ParameterHome(model.get_submodule(home)._parameters, key, name))
-    others.append(GatheredBlock(block, axis, list(homes.values()), others))
+    blocks.append(GatheredBlock(block, axis, list(homes.values()), blocks))
     module: Any = model.get_submodule(block.name.rpartition(".")[0] if block.listed else block.name)
-    if isinstance(module, _GatheringForward):
-        module.gathered_experts.append(others[-1])
-    else:
-        module.gathered_experts = others[-1:]
-        with_base(module, _GatheringForward)
+    module.gathered_experts = blocks[-1]
+    with_base(module, _GatheringForward)
 
 
 class ExpertGrains:
@@ -211,8 +205,10 @@ class ExpertGrains:
         self.tree = TreeSum(num_grains, torch.empty(length, dtype=reduce, device=mesh.device), self._group)
 
     def begin(self) -> None:
-        """Clear the gradients and start a step."""
+        """Clear the gradients, those of a metric included, and start a step."""
         self.tree.clear()
+        for whole in (one for block in self._blocks for wholes in block.wholes for one in wholes):
+            whole.grad = None
         self._used = dict.fromkeys(self.parameters, False)
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -126,9 +126,19 @@ class Stream:
         return padded.narrow(dim, 0, self.span.length)
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return the positions of a part [samples * positions, k] or [samples, positions, k] that are no padding."""
+        """Return the positions of a part [samples * positions(, k)] or [samples, positions, k] that are no padding.
+
+        Raises: JobError for a part of another shape.
+        """
         assert self.span is not None
         size, length = self.span.size, self.span.length
+        part = part.unsqueeze(-1) if part.ndim == 1 else part
+        if part.ndim > 3 or (part.shape[1] if part.ndim == 3 else part.shape[0]) % size:
+            raise JobError(
+                given=f"a context axis with a router that returns indices of the shape {list(part.shape)}",
+                conflict=f"its balance counts indices [samples * {size}, k] or [samples, {size}, k]",
+                remedy="return indices of such a shape, or use layout.context = 1",
+            )
         own = max(0, min(size, length - self.span.place * size))
         return part.reshape(-1, size, part.shape[-1])[:, :own]
 

@@ -29,9 +29,9 @@ from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, MetricKey, named_metric, names_of_metrics
 from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics import device_reads
-from shoal.numerics.generators import seed_everything
+from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
-from shoal.numerics.outputs import InPieces, most_pieces, pieces_of
+from shoal.numerics.outputs import InPieces, most_pieces, num_rows, pieces_of
 from shoal.numerics.over_all import Frames
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
@@ -310,13 +310,17 @@ class Evaluator:
                 chunk_rows.extend(own.rows)
                 # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
                 # the same on all such ranks.
-                pieces = pieces_of(batch) if meets and calls and self._job.outputs is not None else []
-                for _ in range(len(pieces), most_pieces(self._chunk) if pieces else 0):  # of longer chunks elsewhere
-                    self._called(own.what, model, functools.partial(call, pieces[0]))
-                for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
-                    self._called(own.what, model, functools.partial(call, self._precision.inputs(other)))
-                    if calls:
-                        break
+                with generators_kept():
+                    is_cut = meets and calls and self._job.outputs is not None and num_rows(batch) is not None
+                    pieces = pieces_of(batch) if is_cut else []
+                    for _ in range(
+                        len(pieces), most_pieces(self._chunk) if is_cut else 0
+                    ):  # of longer chunks elsewhere
+                        self._called(own.what, model, functools.partial(call, pieces[0]))
+                    for _, _, other in self._chunks(DataRank(0, 1)) if meets and not calls else ():
+                        self._called(own.what, model, functools.partial(call, self._precision.inputs(other)))
+                        if calls:
+                            break
             return pairs
 
         training = model.training

@@ -44,6 +44,16 @@ def test_this_machines_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     start.refuse_other_machine(plan(8), "plan.toml")
 
 
+def test_before_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "cores", lambda: 2)
+    monkeypatch.setattr(start, "visible_gpus", lambda: 0)
+    (tmp_path / "job.py").write_text("def job():\n    raise NotImplementedError\n", encoding="utf-8")
+    (tmp_path / "plan.toml").write_text("schema = 1\n[layout]\ndata = 32\n", encoding="utf-8")
+    options = RunOptions(job=str(tmp_path / "job.py"), plan=str(tmp_path / "plan.toml"), verify=True)
+    with pytest.raises(PlanError, match="32 processes"):
+        start.run(options)
+
+
 @pytest.mark.parametrize(("devices", "is_asked"), [(None, True), (32, False)])
 def test_a_number_in_words_stays_allowed(
     devices: int | None, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
