@@ -59,7 +59,12 @@ GROUPS = {
         Row("step_time", "2026-11-21", TWO_CORES, ("step_time.json",)),
         Row("overhead", "2026-11-26", XEON, ("cpu_steps.md",)),
         Row("memory_format", "2026-11-26", XEON, ("memory_format.json", "memory_format_step.json")),
-        Row("unequal", "2026-11-30", TWO_CORES, ("unequal.md", "unequal.json")),
+        Row(
+            "unequal",
+            "2026-11-30",
+            TWO_CORES,
+            ("unequal.md", "unequal.json", "unequal_predicted.md", "unequal_predicted.json"),
+        ),
         Row("many_grains", "2026-11-23", TWO_CORES, ("many_grains.md", "many_grains.json")),
         Row("gpu", "2026-11-26", H200, ("gpu_steps.md", "gpu/README.md", "gpu/earlier.json"), "scripts/gpu"),
         Row("compression", "2026-11-22", TWO_CORES, ("compression.md", "compression.json")),

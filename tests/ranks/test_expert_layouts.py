@@ -76,7 +76,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-USUAL = ["ZeRO-3 x 2, expert 2", "pipeline 2 x data 2, expert 2", "context 2, listed, expert 2"]
+USUAL = ["ZeRO-3 x 2, expert 2", "context 2, listed, expert 2"]
 USUAL += ["balanced, data 4, expert 2, twice"]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import socket
@@ -162,7 +163,9 @@ class Processes:
             conflict = f"{several(len(recorded), 'process')} of it trained"
             remedy = "give the launcher that starts its processes, or {devices} as the script's own argument"
         elif not any(recorded):
-            said = "; ".join(self.last_lines(0)[-2:]) or "it printed nothing"
+            lines = self.last_lines(0)  # torch's own threads may print something after the error
+            errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]
+            said = "; ".join(errors[-1:] or lines[-2:]) or "it printed nothing"
             conflict = f"no optimizer of torch made a step in it: {said}"
             remedy = "give a command that trains, and more of --steps or data if it ends before"
         else:

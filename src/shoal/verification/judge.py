@@ -165,12 +165,7 @@ class _Judges:
         double = Precision(torch.float64, torch.float64, torch.float64, device, linear=plan.precision.products)
         self._double: Reference | None = None
         models, self._is_one_module = [seeded_model(job)], False
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # A float64 reference needs values, gradients, sums, state and the ranks' shares.
-        if sum(p.numel() for p in models[0].parameters()) * 8 * (6 + ranks) < free / 2:
+        if _fits(sum(p.numel() for p in models[0].parameters()), ranks, device):
             try:
                 models.append(seeded_model(job))
                 self._is_one_module = _share(*models)
@@ -425,6 +420,15 @@ def _share(one: nn.Module, other: nn.Module) -> bool:
     """Return True if two modules have a parameter or buffer in common."""
     tensors = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
     return any(id(tensor) in tensors for tensor in (*other.parameters(), *other.buffers()))
+
+
+def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
+    """Return True if a float64 reference fits in free memory: values, gradients, sums, state and the ranks' shares."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return num_parameters * 8 * (6 + num_ranks) < free / 2
 
 
 def at_least_one(name: str, value: int) -> None:
