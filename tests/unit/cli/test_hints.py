@@ -36,7 +36,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("plan net.py --out here", "--output here"),
         ("run net.py --fp16", "--precision fp16"),
         ("run net.py --tp 2", "--layout tensor=2"),
-        ("verify net.py --layout data=2,shard=2", "--plan FILE, in which [layout] says data = 2; shard = 2"),
+        ("verify net.py --layout data=2,shard=2", "--plan FILE, in which [layout] says data = 2 and shard = 2"),
         ("run net.py --lr 0.3", "--set lr=0.3"),
         ("run net.py --epochs 5", "--set num_epochs=5"),
         ("plan net.py:other --batch-size 5", "--set batch_size=5"),
