@@ -310,7 +310,7 @@ class Evaluator:
                 chunk_rows.extend(own.rows)
                 # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
                 # the same on all such ranks.
-                with generators_kept():
+                with generators_kept() if meets else contextlib.nullcontext():  # a graph records nothing of generators
                     is_cut = meets and calls and self._job.outputs is not None and num_rows(batch) is not None
                     pieces = pieces_of(batch) if is_cut else []
                     for _ in range(
