@@ -127,15 +127,30 @@ def exiting(numbers: Iterable[int], code: int | None = None) -> Iterator[None]:
 
     `code`: the exit code; default: 128 and the signal's number, as of a shell.
     """
+    received: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
         for again in handled:
             signal.signal(again, signal.SIG_IGN)
+        received.append(number)
         sys.exit(128 + number if code is None else code)
 
+    def repeat(dropped: sys.UnraisableHookArgs) -> None:
+        """Raise it again, a moment later, where a finalizer or a callback of C was running and dropped it."""
+        if dropped.exc_type is not SystemExit or not received:
+            hook(dropped)
+            return
+        signal.signal(received[0], leave)
+        threading.Timer(0.05, os.kill, (os.getpid(), received[0])).start()
+
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    hook = sys.unraisablehook
     with handling(handled, leave):
-        yield
+        sys.unraisablehook = repeat
+        try:
+            yield
+        finally:
+            sys.unraisablehook = hook
 
 
 def handle_stop_signals(handler: signal.Handlers) -> None:

@@ -163,19 +163,23 @@ class Processes:
             conflict = f"{several(len(recorded), 'process')} of it trained"
             remedy = "give the launcher that starts its processes, or {devices} as the script's own argument"
         elif not any(recorded):
-            lines = self.last_lines(0)  # torch's own threads may print something after the error
-            errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]
-            said = "; ".join(errors[-1:] or lines[-2:]) or "it printed nothing"
+            said = "; ".join(self.last_lines(0, 2)) or "it printed nothing"
             conflict = f"no optimizer of torch made a step in it: {said}"
             remedy = "give a command that trains, and more of --steps or data if it ends before"
         else:
             return
         raise CommandError(given=given, conflict=conflict, remedy=remedy)
 
-    def last_lines(self, rank: int) -> list[str]:
-        """Return the last lines that a rank has printed."""
+    def last_lines(self, rank: int, count: int = _LAST_LINES) -> list[str]:
+        """Return the last lines that a rank has printed, of which the first is its error if later ones pushed it out.
+
+        Threads of torch's process groups may print many lines after the error that ended the script.
+        """
         text = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+        lines = [line for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+        last = lines[-count:]
+        return last if not errors or errors[-1] in last else [errors[-1], *last[1:]]
 
 
 def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: bool = False) -> ExitCode:
@@ -302,7 +306,7 @@ def _replayed(script: Script, folder: Path, devices: int, libraries: Mapping[str
         process = Processes(script, folder / f"replay-{len(results)}", 1, script.batch, options | others)
         process.finish()
         path = process.folder / "replay.pt"
-        said = "; ".join(process.last_lines(0)[-2:]) or "it ended before its first forward"
+        said = "; ".join(process.last_lines(0, 2)) or "it ended before its first forward"
         failed = {"error": f"one process of the script does not reach a forward: {said}"}
         results.append(torch.load(path, weights_only=True) if path.exists() else failed)
         if "assert" in said.lower() and "asserts" not in others:

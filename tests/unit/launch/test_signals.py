@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +70,23 @@ def test_a_signal_that_nohup_or_a_background_job_ignores_stays_ignored(number: i
     finally:
         signal.signal(number, before)
     assert signals.received == []
+
+
+DROPPED = """
+import os, signal, time
+from shoal.launch.signals import exiting
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+with exiting((signal.SIGTERM,)):
+    Finalized()
+    time.sleep(20)
+"""
+
+
+def test_an_exit_that_a_finalizer_drops_is_raised_again() -> None:
+    ended = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, "")
