@@ -72,3 +72,18 @@ def stack(steps: int = 50) -> shoal.Job:
 def watched(watch: str = "loss:max", epochs: int = 5) -> shoal.Job:
     """The same in epochs; the best checkpoint is the one of the largest loss, say, which is an early one."""
     return dataclasses.replace(stack(), length=shoal.Epochs(epochs), watch=watch)
+
+
+class Unseeded(Stack):
+    """Its values come from the system's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator()
+        generator.seed()
+        nn.init.normal_(self.embedding.weight, generator=generator)
+
+
+def unseeded() -> shoal.Job:
+    """`stack`, of which each process makes another model."""
+    return dataclasses.replace(stack(), model=Unseeded)

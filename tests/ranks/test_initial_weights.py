@@ -101,3 +101,13 @@ def test_a_divided_model_with_another_head(tmp_path: Path) -> None:
     ended = run(began(source, tmp_path / "run", *arguments, *allowed, devices=None)).expect(0)
     assert "initial weights: 1 tensors of" in ended.stdout
     assert torch.equal(shoal.load(ended.out, step=0)["head.weight"], torch.ones(16, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ZeRO-3", "pipeline", "tensor"])
+def test_values_that_differ_between_ranks_are_refused_where_a_model_is_divided(layout: str, tmp_path: Path) -> None:
+    """Each rank would hold a part of a model of its own."""
+    arguments = (*plan(tmp_path / "plan.toml", LAYOUTS[layout]), "--steps", "1")
+    job = f"{JOBS / 'layouts.py'}:unseeded"
+    ended = run(Run(job, tmp_path / "run", None, arguments=arguments, environment=ONE_THREAD)).expect(2)
+    assert "which gives other initial values on rank 1 than on rank 0" in " ".join(ended.stderr.split())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from shoal.errors import JobError
+from shoal.errors import JobError, nearest
 from shoal.numerics.buffer_names import BUFFER_RULES, balance_rate
 from shoal.plans.grains import grain_size
 
@@ -297,6 +297,27 @@ def _watches(callbacks: Sequence[Any], watch: str | None = None) -> list[str]:
 
 
 MetricKey = str | tuple[str, ...]  # of one metric, or of several that one function computes
+
+
+# What other trainers call a field of Job, and what to write.
+_FIELDS = {
+    **dict.fromkeys(("data", "dataset", "train_dataset", "train_loader", "dataloader"), "write train_data=..."),
+    **dict.fromkeys(("val_data", "valid_data", "validation_data", "test_data", "eval_dataset"), "write eval_data=..."),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "write length=shoal.Epochs(N)"),
+    **dict.fromkeys(("steps", "num_steps", "max_steps"), "write length=shoal.Steps(N)"),
+    **dict.fromkeys(("batch", "batch_size", "bs"), "write global_batch=N, of all devices together"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "write loss=function of (model, batch)"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "write schedule=..."),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "write optimizer=lambda parameters: ..., with it"),
+    **dict.fromkeys(("accumulate", "grad_accum", "gradient_accumulation_steps"), "a plan has it"),
+    **dict.fromkeys(("precision", "dtype", "device", "devices"), "an option of shoal run has it"),
+}
+
+
+def meant_field(name: str) -> str:
+    """Return what to write in place of an argument that Job does not have: its usual field, or the nearest."""
+    known = [one.name for one in fields(Job)]
+    return _FIELDS.get(name) or nearest(name, known).removeprefix("; ") or ", ".join(known)
 
 
 def names_of_metrics(keys: Iterable[MetricKey]) -> list[str]:

@@ -19,6 +19,7 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import types
 import zipfile
@@ -31,7 +32,7 @@ from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.installed import is_installed, own_package
 from shoal.jobs.config_file import ConfigFile, read_config
 from shoal.jobs.handed_job import HandedJob
-from shoal.jobs.job import Job
+from shoal.jobs.job import Job, meant_field
 from shoal.jobs.secret_settings import is_hidden, without_hidden, without_secrets
 from shoal.jobs.settings import Setting, bind, is_below, layered, settings_from, source_of, written
 from shoal.jobs.user_errors import NO_PACKAGE, place_of, remedy, traceback_of
@@ -732,13 +733,10 @@ def _executed(request: JobRequest) -> Any:
     except Exception as error:
         raise _raised(str(module.path), error) from error
     function = getattr(executed, name, None)
-    if callable(function):
+    if callable(function) or isinstance(function, Job):
         return function
-    own = [
-        n
-        for n, f in vars(executed).items()
-        if inspect.isfunction(f) and f.__module__ == executed.__name__ and not n.startswith("_")
-    ]
+    functions = {n: f for n, f in vars(executed).items() if inspect.isfunction(f) and not n.startswith("_")}
+    own = [name for name, function in functions.items() if function.__module__ == executed.__name__]
     raise JobFileError(
         given=f"{request.target}:{name}",
         conflict=f"the file has no function of that name (it has {', '.join(own) or 'none'})",
@@ -751,6 +749,8 @@ def _raised(where: str, error: Exception) -> JobFileError:
     if isinstance(error, SyntaxError):
         place = f" at {error.filename}:{error.lineno}"
     what_to_do = remedy(error, has_line=bool(place))
+    if unknown := re.search(r"\bJob\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error)):
+        what_to_do += f"; Job has no {unknown[1]}: {meant_field(unknown[1])}"
     failure = JobFileError(
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",

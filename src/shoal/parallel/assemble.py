@@ -18,6 +18,7 @@ from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, EXPERT, EXPERT_COPIES, Me
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
+from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.expert_balance import COUNTS, balanced_routers, count_positions
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
@@ -28,7 +29,7 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks, refuse_adapted, refuse_mixed
-from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.deferred_init import SEED_IT, Values, deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
 from shoal.parallel.shard.update_division import ShardedOptimizer, UpdateDivision
@@ -47,6 +48,7 @@ class ModelSource:
     """Source of a model: its constructor, the random key of the seed, the loss, and a function for a small batch.
 
     `pair`: (model, batch) -> (total, weight), the loss as the engine computes it, under autocast and with checks.
+    `is_compared`: initial values that differ between ranks are refused; False if a checkpoint replaces them.
     """
 
     make: Callable[[], nn.Module]
@@ -54,6 +56,7 @@ class ModelSource:
     loss: Callable[[nn.Module, Any], Any]
     pair: Function
     batch: Callable[[], Any]
+    is_compared: bool
 
 
 # A large model must free gathered parameters: otherwise 100 MB of them became 900 MB in pieces. A small model's steps
@@ -69,6 +72,8 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
     """
     mesh = mapped(plan, mesh)
     model, values = deferred(source.make, source.key)
+    if source.is_compared and mesh.world_size > 1:
+        _refuse_unlike(mesh, values, list(dict(model.named_parameters()) | dict(model.named_buffers())))
     in_precision(model, precision)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
@@ -96,6 +101,21 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
+
+
+def _refuse_unlike(mesh: Mesh, values: Values, names: Sequence[str]) -> None:
+    """Raise JobError if ranks have other initial values. Collective: all ranks, a JSON gather, two if they may."""
+    if len(set(mesh.gather_json(values.sources_checksum()))) == 1:
+        return
+    of_ranks = mesh.gather_json([bits_checksum([values.whole(name)]) for name in names])
+    for rank, own in enumerate(of_ranks):
+        if own != of_ranks[0]:
+            name = next(name for name, one, other in zip(names, own, of_ranks[0], strict=True) if one != other)
+            raise JobError(
+                given=f"model(), which gives other initial values on rank {rank} than on rank 0 ({name})",
+                conflict="each rank holds a part of the model, and the parts would be those of different models",
+                remedy=f"construct the module inside model(); {SEED_IT}",
+            )
 
 
 def _refuse_complex(model: nn.Module, plan: Plan) -> None:

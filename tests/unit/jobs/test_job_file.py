@@ -260,6 +260,28 @@ def test_a_raising_file_keeps_its_traceback(write: Write) -> None:
     assert "in f" in (caught.value.traceback_text or "")
 
 
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("epochs", "Job has no epochs: write length=shoal.Epochs(N)"),
+        ("clipnorm", "Job has no clipnorm: did you mean 'clip_norm'?"),
+        ("zzz", "Job has no zzz: model, loss, optimizer"),
+    ],
+)
+def test_an_argument_that_a_job_has_not_gets_the_name_of_its_own(write: Write, argument: str, remedy: str) -> None:
+    path = write(f"import shoal\ndef job(seed: int = 0):\n    {JOB[:-1]}, {argument}=1)\n")
+    with pytest.raises(JobFileError) as caught:
+        loaded(path)
+    assert remedy in caught.value.remedy
+
+
+def test_a_job_of_the_file_is_taken_as_it_is(write: Write) -> None:
+    path = write(f"import shoal\n{JOB.replace('return', 'job =').replace('seed=seed', 'seed=5')}\n")
+    assert loaded(path).job.seed == 5
+    with pytest.raises(SettingError, match="a Job is complete"):
+        loaded(path, seed="9")
+
+
 def test_a_function_of_another_name_is_offered(write: Write) -> None:
     path = write("def jobs(): ...\n")
     with pytest.raises(JobFileError, match="did you mean 'jobs'"):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +24,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import first_line
+from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.isolation import undisturbed
 from shoal.numerics.operators import (
     is_random,
+    is_strided,
     is_whole,
     operation_name,
     replace_leaves,
@@ -43,6 +47,11 @@ _CPU = torch.device("cpu")
 _UNSHAPED = UninitializedParameter, UninitializedBuffer
 _LARGE_BYTES = 1 << 20
 _MANY_OBJECTS = 100_000
+# The remedy for initial values that do not follow from the job's seed.
+SEED_IT = (
+    "a generator of the job's own (numpy.random.default_rng(), torch.Generator()) has to be seeded inside model(), or "
+    "left out: shoal seeds the global ones"
+)
 
 
 class Values:
@@ -74,6 +83,18 @@ class Values:
             return value if is_whole(value) else value.clone()
         with torch._C.DisableTorchFunction():
             return place.detach().to(_CPU, copy=True)
+
+    def sources_checksum(self) -> str:
+        """Return a checksum of all that the values are computed from: numbers, tensors, states of generators."""
+        checksum = hashlib.sha256()
+        stored = [place for place in self._places.values() if isinstance(place, Tensor)]
+        for source in [*stored, *self._tape.sources()]:
+            if isinstance(source, Tensor):
+                has_bits = is_strided(source) and not source.is_meta
+                checksum.update(str(bits_checksum([source]) if has_bits else source.shape).encode())
+            else:
+                checksum.update(source.encode())
+        return checksum.hexdigest()
 
 
 def deferred(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values]:
@@ -259,6 +280,14 @@ class Tape:
         self._count += 1
         for key in operation.writes:
             self._writers.setdefault(key, []).append(operation)
+
+    def sources(self) -> Iterator[Tensor | str]:
+        """Yield what the calls depend on beside storages: tensors, generators' states, and other arguments' values."""
+        calls = {call.number: call for written in self._writers.values() for call in written}
+        for _, call in sorted(calls.items()):
+            leaves = (call.generator, *tree_leaves((call.args, call.kwargs)))
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            yield str([call.func, *(leaf for leaf in leaves if isinstance(leaf, bool | int | float | complex | str))])
 
     def needed(self, keys: Iterable[int]) -> list[LoggedCall]:
         """Return the operations on which the storages' contents depend, in order."""

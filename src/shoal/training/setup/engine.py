@@ -552,7 +552,7 @@ def _build_model(
         key = random_key(job.seed, "initial values")
         pair = LossPair(microbatch_loss(job), precision)
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
-        source = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
+        source = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch, options.checks_seed)
         divided = collectively(mesh, True, lambda: divide(source, plan, mesh, precision))
         clear_caches({"model": job.model, "loss": job.loss})  # model() and proofs have filled them
         return _ModelOfRank(*divided)

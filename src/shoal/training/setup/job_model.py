@@ -42,7 +42,7 @@ from shoal.numerics.outputs import microbatch_loss
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.narrow_products import in_precision
 from shoal.parallel.model.adapters import adapted
-from shoal.parallel.model.deferred_init import InitRecorder, NotUnderstoodError, deferred
+from shoal.parallel.model.deferred_init import SEED_IT, InitRecorder, NotUnderstoodError, deferred
 from shoal.parallel.model.structure import refuse_wrapped, unwrapped
 from shoal.parallel.model.value_free import construction, twin
 from shoal.plans.grains import FEW_GRAINS, default_grains, grains_of_statistics, random_key
@@ -52,10 +52,6 @@ _SECONDS = 0.3
 _CHILD_SECONDS = 3.0
 _MOST_ELEMENTS = 1 << 26
 _TWO_RUNS = "two runs of this job may begin with different weights"
-_SEED_IT = (
-    "a generator of the job's own (numpy.random.default_rng(), torch.Generator()) has to be seeded inside model(), or "
-    "left out: shoal seeds the global ones"
-)
 
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
@@ -211,7 +207,7 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
             "same seed",
             conflict="a plain attribute is neither shared by ranks nor in checkpoints: each rank, and a resumed run, "
             "would compute with values of its own",
-            remedy=f"register_buffer, whose values are those of rank 0 and in each checkpoint; or {_SEED_IT}",
+            remedy=f"register_buffer, whose values are those of rank 0 and in each checkpoint; or {SEED_IT}",
         )
     return model, result["said"] if result is not None else []
 
@@ -227,7 +223,7 @@ def unlike_ranks(mesh: Mesh, model: nn.Module) -> list[str]:
         return []
     return [
         f"model() gives other initial values on rank {others[0]} than on rank 0, whose values are taken: they do not "
-        f"follow from Job(seed), and {_TWO_RUNS}; construct the module inside model(); {_SEED_IT}"
+        f"follow from Job(seed), and {_TWO_RUNS}; construct the module inside model(); {SEED_IT}"
     ]
 
 
@@ -253,7 +249,7 @@ def _second_differs(known: dict[str, Tensor], second: dict[str, Tensor], *, draw
     """Return a sentence about the structure, shared tensors or values that the second construction reveals."""
     if known.keys() != second.keys():
         odd = min(known.keys() ^ second.keys())
-        return [f"model() gives another structure when it is called again with the same seed ({odd}); {_SEED_IT}"]
+        return [f"model() gives another structure when it is called again with the same seed ({odd}); {SEED_IT}"]
     shared = [
         name
         for name, value in second.items()
@@ -269,7 +265,7 @@ def _second_differs(known: dict[str, Tensor], second: dict[str, Tensor], *, draw
         if other:
             return [
                 f"model() gives other initial values when it is called again with the same seed ({_some(other)}): "
-                f"{_TWO_RUNS}; {_SEED_IT}"
+                f"{_TWO_RUNS}; {SEED_IT}"
             ]
     return []
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -398,3 +399,36 @@ def test_transformers_models(kind: str) -> None:
         "ViT": lambda: t.ViTForImageClassification(t.ViTConfig(image_size=32, patch_size=8, **common)),
     }
     assert exact(makes[kind])[2].note is None
+
+
+def _drawn(generator: torch.Generator | None) -> nn.Module:
+    module = nn.Linear(3, 3)
+    nn.init.normal_(module.weight, generator=generator)
+    return module
+
+
+def _held() -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.register_buffer("held", torch.tensor([float(os.urandom(4)[0] + 256 * os.urandom(1)[0])]))
+    return module
+
+
+def _filled() -> nn.Module:
+    module = nn.Linear(3, 3)
+    nn.init.constant_(module.weight, int.from_bytes(os.urandom(2), "little"))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "follows"),
+    [
+        (lambda: _drawn(None), True),
+        (lambda: _drawn(torch.Generator().manual_seed(3)), True),
+        (lambda: _drawn(torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))), False),
+        (_held, False),
+        (_filled, False),
+    ],
+)
+def test_sources_are_equal_where_values_follow_from_the_seed(make: Callable[[], nn.Module], follows: bool) -> None:
+    first, second = (deferred(make, 7)[1].sources_checksum() for _ in range(2))
+    assert (first == second) is follows
