@@ -262,8 +262,20 @@ class Started:
         return [pid for pid in self.processes() if _name(pid) == name]
 
     def send(self, number: int) -> None:
-        """A signal to the process that was started, and to it alone."""
+        """A signal to the process that was started, and to it alone: it has arrived when this returns.
+
+        On a busy machine, the process may run on for a while before the kernel hands it over.
+        """
         self.process.send_signal(number)
+        bit = 1 << (number - 1)
+        with contextlib.suppress(OSError):  # it has ended
+            while True:
+                text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+                state = dict(line.split(":\t", 1) for line in text.splitlines())
+                waiting, blocked = (int(state["ShdPnd"], 16) & bit, int(state["SigBlk"], 16) & bit)
+                if not waiting or blocked or state["State"][0] in "TtZX":
+                    return
+                time.sleep(0.005)
 
     def kill_all(self) -> None:
         """SIGKILL to every process of the command, until none is left."""
