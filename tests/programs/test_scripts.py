@@ -280,6 +280,45 @@ def test_nothing_seen_is_an_error(script: str, said: str, tmp_path: Path) -> Non
     assert said in " ".join(output.split())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "phase", "said"),
+    [
+        ("none", "", ""),
+        ("linear", "schedule", "one process with the same samples has 0.1"),
+        ("teacher", "initial weights", "no optimizer trains it"),
+        ("temperature", "reduction", "the rank's own gradient"),
+        ("own-mean", "loss", "as in one process with the same ones"),
+        ("divided", "loss", "is 0.5 times that of one process"),
+    ],
+)
+def test_what_is_outside_of_the_wrapped_model_is_verified(fault: str, phase: str, said: str, tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, f"outside.py {{batch}} {fault}")
+    failing = [one for one in document["findings"] if one["fails"]]
+    assert (code, bool(failing)) == (int(bool(said) and fault != "linear"), code == 1), output
+    assert not said or (document["findings"][0]["phase"], said in document["findings"][0]["said"]) == (phase, True)
+    assert fault != "divided" or "divided by the number of processes" in failing[0]["cause"]
+    assert fault != "none" or (document["findings"], document["coverage"]["updates"]) == ([], 6), output
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_after_recorded_steps_is_no_success(tmp_path: Path) -> None:
+    code, document, output = verified(tmp_path, "outside.py 8 raises", "--steps", "4")
+    assert (code, document["verdict"], document["steps"]) == (2, "failed", 2), output
+    assert document["ended"][0].startswith("rank 1 ended with exit code 1")
+    assert "ValueError: a bad sample" in " ".join(output.split())
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_PATIENCE_SECONDS", 10.0)
+    script = command.Script(f"{HERE}/outside.py 8 waits", "torchrun", 8)
+    assert command.verify_script(script, 2, 4, tmp_path) == 2
+    document = json.loads((tmp_path / "script.json").read_text())
+    assert (document["verdict"], document["steps"]) == ("failed", 2)
+    assert any("rank 1 hung in recv, outside.py line" in words for words in document["ended"]), document["ended"]
+
+
 @pytest.mark.parametrize(
     ("script", "words", "rows"),
     [

@@ -41,10 +41,10 @@ def diagnose_script(script: Script, devices: int, steps: int, out: Path, *, as_j
         if not as_json:
             say_labelled("examining", f"{script.command}: {several(steps, 'step')} on {several(devices, 'process')}")
         processes = Processes(script, folder, devices, script.batch, {"mode": "clock", "clock": _CLOCK, "steps": steps})
-        failed = processes.finish()
+        processes.finish()
         records = [json.loads((path).read_text()) for path in sorted(folder.glob("rank-*.json"))]
         records.sort(key=lambda one: int(one["rank"]))
-        processes.check(failed, [int(one["updates"]) for one in records], out)
+        processes.check([int(one["updates"]) for one in records], out)
         updates = min(int(one["updates"]) for one in records)
         if updates <= _FEWEST:
             raise CommandError(

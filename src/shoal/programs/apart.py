@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from shoal.programs.check import Evidence, Finding, trained_calls, unlike_parts
+from shoal.programs.check import Evidence, Finding, scale_of, trained_calls, unlike_parts
 from shoal.programs.observer import same_state
+from shoal.programs.replay import distance
 from shoal.report.quantities import several
 
 # Cause and remedy of each finding.
@@ -20,6 +21,8 @@ _CHANGED = ("some ranks load, average or clamp weights, or from values of their 
 _NOISE = ("all ranks have the same random state", "add the rank to the seed after the model is made")
 _BUFFERS = ("nothing broadcasts the running statistics of each rank's own samples", "leave broadcast_buffers=True")
 _CLIPPED = ("the limit is as many times too small", "call scaler.unscale_(optimizer) before clipping")
+_MEANS = ("a mean over each microbatch or rank", "sum the losses, and divide by what counts in the global batch")
+_COUPLED = ("the loss depends on which samples one rank has, or on the number of ranks", "gather them, with gradients")
 _APPLIED = ("optimizer.step() is called in place of scaler.step(optimizer)", "call scaler.step, which unscales them")
 
 
@@ -32,6 +35,63 @@ def differences(evidence: Evidence) -> Iterator[Finding]:
             if f"{finding.phase} {finding.name}" not in reported:
                 reported.add(f"{finding.phase} {finding.name}")
                 yield finding
+
+
+def by_sample(evidence: Evidence, record: dict[str, Any]) -> Iterator[Finding]:
+    """Compare what each sample weighs in the first update with one process that has the same samples in its batch.
+
+    Whatever computes the loss, the gradients of a forward's outputs are those weights. Forwards that one process does
+    not repeat by sample, such as with dropout, batch statistics or another padding, are not compared.
+    """
+    if not record["steps"] or len(evidence.groups) < len(evidence.records):
+        return
+    steps, alone = [own["steps"][0] for own in evidence.records], record["steps"][0]
+    known = {key: own for call in trained_calls(alone) for key, own in _samples(call, scale_of(alone)).items()}
+    if len(known) < sum(len(call["rows"]) for call in trained_calls(alone)):
+        return  # a sample is there twice
+    shares = 1 if 0 in evidence.summed else len(steps)
+    by_call: dict[tuple[int, int], list[float]] = {}
+    coupled, seen = set[int](), set[tuple[int, int, str]]()
+    for step in steps:
+        for place, call in enumerate(trained_calls(step)):
+            own = _samples(call, scale_of(step) * shares)
+            if not own or any(key not in known for key in own):
+                return
+            seen |= own.keys()
+            mine = [torch.cat([value[side].flatten() for value in own.values()]).double() for side in (0, 1)]
+            other = [torch.cat([known[key][side].flatten() for key in own]).double() for side in (0, 1)]
+            if mine[0].shape != other[0].shape or distance(mine[0], other[0]) > evidence.tolerance:
+                return
+            times = float(mine[1] @ other[1] / (other[1] @ other[1]).clamp_min(1e-30))
+            if sum(bool(known[key][1].any()) for key in own) > 1 and times > 0.0:
+                by_call.setdefault((call["module"], place), []).append(times)
+                if distance(mine[1], times * other[1]) > 5 * evidence.tolerance:
+                    coupled.add(call["module"])
+    every = [times for own in by_call.values() for times in own]
+    if not every:
+        return
+    coupled |= {key[0] for key in known.keys() - seen}  # outputs that get gradients in one process alone
+    name = evidence.records[0]["modules"][min(coupled, default=min(by_call)[0])]["class"]
+    if coupled:
+        said = "the gradients of its outputs are not those of one process with the same samples"
+        yield Finding(0, "loss", name, said, None, *_COUPLED, fails=False)
+    elif max(every) / min(every) > 1.0 + 10 * evidence.tolerance:
+        said = f"samples weigh {min(every):.4g} to {max(every):.4g} times as much as in one process with the same ones"
+        is_seen = any(loss["gradient"] is not None for step in steps for loss in step["losses"])
+        yield Finding(0, "loss", name, said, None, *_MEANS, fails=not is_seen)  # what is seen is judged by its elements
+
+
+def _samples(call: dict[str, Any], scale: float) -> dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]]:
+    """Return each output of each sample of a forward, and its gradient."""
+    own: dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+    for place, output in enumerate(call["outputs"]):
+        received = [of_pass[place] for of_pass in call["passes"].values() if place in of_pass]
+        if not received or output["values"].numel() != received[0].numel() or len(received[0]) != len(call["rows"]):
+            continue
+        values, gradient = output["values"].view(received[0].shape), torch.stack(received).sum(0).double() / scale
+        keys = ((call["module"], place, row) for row in call["rows"])
+        own |= dict(zip(keys, zip(values, gradient, strict=True), strict=True))
+    return own
 
 
 def divided_by_hand(records: list[dict[str, Any]]) -> str:

@@ -34,6 +34,7 @@ _SHARED = ("the data is divided by rank twice: a part is never read", "give ever
 _EPOCH = ("set_epoch is not called", "call sampler.set_epoch(epoch) before each pass")
 _ORDER = ("the sampler's seed stays the same", "call set_epoch, or give the sampler a generator that goes on")
 _BEGIN = ("nothing broadcasts rank 0's values", "wrap the model (DDP broadcasts), or set one seed before it is made")
+_FROZEN = ("each rank makes it from its own seed, or loads another file", "set one seed before it is made, or load one")
 _MEANS = ("a mean over each microbatch or rank", "sum the losses, and divide by the tokens of the global batch")
 _WEIGHTS = ("microbatches, ranks or another count divide it", "leave it if that is wanted (several losses, a sum)")
 _PARTS = ("the seed follows the rank, not its place among data ranks", "follow the data mesh's get_local_rank()")
@@ -52,7 +53,16 @@ _RATES = ("a scheduler steps on some ranks, or by a rank's own number", "step it
 _OUTSIDE = "they are changed outside of the optimizer: clamped, averaged, loaded"
 _STATES = "weights are changed outside of the optimizer, or its state differs"
 _LENGTH = ("the schedule's length or rate follows the number of processes", "count optimizer steps of the global batch")
+_LINEAR = (
+    "the rate is scaled by the number of processes, as for batches that grow with it",
+    "leave it if that is wanted",
+)
 _FACTOR = ("the loss is multiplied by the number of processes", "divide by the samples of the whole batch alone")
+_DIVIDED = (
+    "the loss is divided by the number of processes once more",
+    "divide by the samples of a process: the mean follows",
+)
+_COUNTED = ("the loss is scaled by a count that follows the number of processes", "divide by the samples of a process")
 _CLASSES = ("classes are weighed by their numbers in a microbatch", "weigh them by those in the dataset")
 _SMALLER = ("a sum over a process's samples, averaged over processes", "divide by its samples, or scale the rate")
 _MIXED = ("zero_grad is missing, or comes too early", "set gradients to zero before the first backward of the update")
@@ -182,7 +192,7 @@ def _processes(evidence: Evidence) -> Iterator[Finding]:
         few = counts.index(min(counts))
         said = f"ends after {counts[few]} optimizer steps, rank {counts.index(max(counts))} after {max(counts)}"
         yield Finding(min(counts), "processes", "number of steps", said, few, *_STEPS)
-    kinds = {tuple(module["class"] for module in record["modules"]) for record in evidence.records}
+    kinds = {tuple(one["class"] for one in record["modules"] if not one["loose"]) for record in evidence.records}
     if len(kinds) > 1:
         yield Finding(0, "processes", "modules", f"ranks call different modules: {sorted(kinds)}")
 
@@ -270,6 +280,18 @@ def _initial(evidence: Evidence) -> Iterator[Finding]:
     if unlike:
         (key, rank), said = unlike[0], f"ranks begin with different weights; {len(unlike)} parameters"
         yield Finding(0, "initial weights", evidence.named(key), said, rank, *_BEGIN)
+    for models in zip(*(record["untrained"] for record in evidence.records), strict=False):
+        if len({(one["class"], one["step"], *one["weights"]) for one in models}) > 1:
+            return  # ranks evaluate other models
+        for name in models[0]["weights"]:
+            own = [one["weights"][name].rpartition(" ") for one in models]
+            odd = [rank for rank, one in enumerate(own) if any(one[0] == o[0] and one[2] != o[2] for o in own[:rank])]
+            if odd:
+                said = "ranks call this model with different weights, and no optimizer trains it"
+                yield Finding(
+                    models[0]["step"], "initial weights", f"{models[0]['class']}.{name}", said, odd[0], *_FROZEN
+                )
+                break
 
 
 def unlike_parts(steps: list[dict[str, Any]], digests: list[dict[str, str]]) -> list[tuple[str, int]]:
@@ -293,7 +315,7 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
         classes: dict[tuple[int, str], set[str]] = {}
         for step in steps:
             counts: Counter[int] = Counter()
-            scale = _scale(step)
+            scale = scale_of(step)
             for loss in step["losses"]:
                 if loss["gradient"] is None or not loss["count"]:
                     continue
@@ -335,7 +357,8 @@ def _losses(evidence: Evidence) -> Iterator[Finding]:
             total, whole = totals[place, function], [*totals.values(), sum(totals.values())]
             own = [one for one in steps[0]["losses"] if one["function"] == function and one["reduction"] != "mean"]
             whole += [total * one["rows"] / one["count"] for one in own if one["count"]]  # a sum over each row
-            if not any(math.isclose(one, 1.0, rel_tol=5 * evidence.tolerance) for one in whole):
+            is_close = any(math.isclose(one, 1.0, rel_tol=5 * evidence.tolerance) for one in whole)
+            if not is_close and function != "kl_div":  # which is multiplied by the square of a temperature
                 said = f"the weights of all elements sum to {total:.4g}, not 1"
                 yield Finding(number, "loss", function, said, None, *_WEIGHTS, fails=False)
 
@@ -457,7 +480,7 @@ def _unlike_mean(
     evidence: Evidence, number: int, steps: list[dict[str, Any]], replayed: dict[int, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the parameters of which an optimizer gets another gradient than the mean over ranks of their own."""
-    ranks, scale = len(steps), _scale(steps[0])
+    ranks, scale = len(steps), scale_of(steps[0])
     unseen: list[str] = []
     for key in evidence.order:
         have = [summed_gradient(steps, rank, key) for rank in range(ranks)]
@@ -535,7 +558,7 @@ def _reduction(
     name = evidence.named(key)
     many = f"; {len(failed)} parameters" if len(failed) > 1 else ""
     if all(g is not None for g in (*own, *have)) and all(
-        distance(h.double(), _clipped(o.double() / _scale(step), step, key)) <= evidence.tolerance
+        distance(h.double(), _clipped(o.double() / scale_of(step), step, key)) <= evidence.tolerance
         for h, o, step in zip(have, own, steps, strict=True)
     ):
         beside = sorted(next((group for group in evidence.groups if len(group) > 1), ()))
@@ -597,7 +620,7 @@ def _of_group(evidence: Evidence, group: set[int], steps: list[dict[str, Any]], 
 def _total_weight(evidence: Evidence, steps: list[dict[str, Any]]) -> float | None:
     """Return the sum of what all elements weigh, divided by the number of ranks; None if no loss was seen."""
     each = [_total(loss) for step in steps for loss in step["losses"] if loss["gradient"] is not None]
-    return sum(each) / _scale(steps[0]) / len(steps) if each else None
+    return sum(each) / scale_of(steps[0]) / len(steps) if each else None
 
 
 def _total(loss: dict[str, Any]) -> float:
@@ -605,7 +628,7 @@ def _total(loss: dict[str, Any]) -> float:
     return float(loss["gradient"]) * (loss["count"] if loss["reduction"] == "sum" else 1.0)
 
 
-def _scale(step: dict[str, Any]) -> float:
+def scale_of(step: dict[str, Any]) -> float:
     """Return the factor by which a loss scaler multiplied the losses of a step."""
     return float(step["scales"][-1]) if step["scales"] else 1.0
 
@@ -700,7 +723,12 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         close = all(math.isclose(a, b, rel_tol=1e-6, abs_tol=slack) for a, b in pairs)
         if len(rates) == len(other) and not close:
             said = f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
-            findings.append(Finding(number, "schedule", "learning rate", said + _listed(other), None, *_LENGTH))
+            times = {round(a / b, 6) if b else math.inf for a, b in pairs}
+            linear = times <= {ranks := len(steps)} or times <= {round(ranks**0.5, 6)}
+            cause = _LINEAR if linear else _LENGTH
+            findings.append(
+                Finding(number, "schedule", "learning rate", said + _listed(other), None, *cause, not linear)
+            )
         if number or not agree:
             continue
         ratios = []
@@ -715,7 +743,9 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
             mean = sum(factors) / len(factors)
             if max(factors) / min(factors) < 1.0 + 10 * evidence.tolerance and abs(mean - 1.0) > 0.02:
                 said = f"is {mean:.4g} times that of one process with the same samples"
-                findings.append(Finding(number, "loss", "gradient", said, None, *_FACTOR))
+                whole, part_of = (abs(by * mean - 1.0) <= 0.02 for by in (1 / len(steps), len(steps)))
+                cause = _FACTOR if whole else _DIVIDED if part_of else _COUNTED
+                findings.append(Finding(number, "loss", "gradient", said, None, *cause))
     if not compared:
         evidence.coverage.leave_out(
             "the schedule's length: one process with the global batch reads other numbers of samples"

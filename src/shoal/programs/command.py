@@ -18,13 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from shoal.distributed.process_setup import versions
 from shoal.errors import CommandError, ExitCode, folded, say_labelled
 from shoal.launch.supervise.child import Child
-from shoal.programs.apart import differences, divided_by_hand
+from shoal.programs.apart import by_sample, differences, divided_by_hand
 from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order
+from shoal.programs.observer import STALLED
 from shoal.programs.replay import read_records
 from shoal.report.quantities import several
 from shoal.runs.certificate import SCHEMA
@@ -41,7 +43,9 @@ _UNREAD = {
 _POLL_SECONDS = 0.05
 # Time of the others after the first process has failed or ended: they may wait for it in a collective call.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
+_LEAST_SECONDS = 1.0  # of computing by all processes in that time; less means that they wait for each other
 _LAST_LINES = 12
+_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|remote process exited|NCCL communicator was aborted")
 # Bytes of all ranks' records, after which a rank records no further step.
 _MOST_BYTES = 8 << 30
 
@@ -127,37 +131,59 @@ class Processes:
             self.children.append(Child([*words, *extra], variables=variables, output=log, errors=log))
             log.close()
 
-    def finish(self) -> int | None:
-        """Wait for the end of all processes. Return the first rank that failed, or None."""
-        failed: int | None = None
-        end = float("inf")
+    def finish(self) -> None:
+        """Wait for the end of all processes. Those that hang say where, and are killed."""
+        end, used, since, has_failed = float("inf"), -_LEAST_SECONDS, 0.0, False
         try:
             while any(child.process.poll() is None for child in self.children):
-                for rank, child in enumerate(self.children):
-                    code = child.process.poll()
-                    if code is not None and end == float("inf"):
-                        end = time.monotonic() + _PATIENCE_SECONDS
-                    if code and failed is None:
-                        failed, end = rank, time.monotonic() + _GRACE_SECONDS
-                if time.monotonic() > end:
-                    break
+                now = time.monotonic()
+                codes = [child.process.poll() for child in self.children]
+                if end == float("inf") and any(code is not None for code in codes):
+                    end = now + _PATIENCE_SECONDS
+                if any(codes) and not has_failed:
+                    has_failed, end = True, min(end, now + _GRACE_SECONDS)
+                if now > since + _PATIENCE_SECONDS:
+                    before, since, used = used, now, sum(_seconds_used(child.process.pid) for child in self.children)
+                    end = min(end, now) if used - before < _LEAST_SECONDS else end
+                if now > end:
+                    if (self.folder / STALLED).exists():
+                        break
+                    (self.folder / STALLED).touch()
+                    end = now + _GRACE_SECONDS
                 time.sleep(_POLL_SECONDS)
         finally:
             self.kill()
-        codes = [child.process.wait() for child in self.children]
-        return failed if failed is not None else next((rank for rank, code in enumerate(codes) if code), None)
+        for child in self.children:
+            child.process.wait()
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Return the ranks that failed or hung, and in words how, with the error or the place of the wait.
+
+        Those that have only lost the connection to another one come last.
+        """
+        ends = []
+        for path in self.folder.glob(f"rank-*.{STALLED}"):
+            ends.append((int(path.stem.partition("-")[2]), f"{path.stem.replace('-', ' ')} hung in {path.read_text()}"))
+        hung = {rank for rank, _ in ends}
+        for rank, child in enumerate(self.children):
+            who = "the script" if self.script.launcher == "python" else f"rank {rank}"
+            if child.process.returncode and rank not in hung and not (hung and who == "the script"):
+                error = "; ".join(self.last_lines(rank, 1)) or "it printed nothing"
+                ends.append((rank, f"{who} ended with exit code {child.process.returncode}: {error}"))
+        return sorted(ends, key=lambda end: (_LOST.search(end[1]) is not None, end))
 
     def kill(self) -> None:
         """Kill what still runs."""
         for child in self.children:
             child.kill()
 
-    def check(self, failed: int | None, recorded: Sequence[int], out: Path) -> None:
+    def check(self, recorded: Sequence[int], out: Path) -> None:
         """Check that each rank has recorded steps: their numbers by rank. Raises: CommandError."""
         given = f"--script {self.script.command!r} on {several(self.devices, 'process')}"
-        if failed is not None and len(recorded) < self.devices:
-            code, said = self.children[failed].process.returncode, "\n  ".join(["", *self.last_lines(failed)])
-            conflict = f"rank {failed} ended with exit code {code} before its steps were seen:{said}"
+        ends = self.ends()
+        if ends and (len(recorded) < self.devices or not any(recorded)):
+            said = "\n  ".join([ends[0][1], *self.last_lines(ends[0][0])])
+            conflict = f"a rank has ended without a record of its steps: {said}"
             remedy = f"run it by itself first; the output of each rank is in {out}/"
         elif len(recorded) not in (0, self.devices):
             conflict = f"{several(len(recorded), 'process')} of it trained"
@@ -202,7 +228,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         if devices == 1:
             say_labelled("note", "one process is compared with itself: say --devices N for a parallel run")
         record = Processes(script, folder, devices, script.batch, {"mode": "record", "steps": steps})
-        failed = record.finish()
+        record.finish()
         records = read_records(str(folder))
         for name in sorted({name for one in records for name in one["unread"]}):
             raise CommandError(
@@ -217,24 +243,26 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
                 remedy="verify it without that division, or divide it by torch's parallelize_module",
             )
         recorded = [len(one["steps"]) for one in records]
-        record.check(failed, recorded, out)
+        record.check(recorded, out)
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records), records[0]["libraries"])
         evidence = Evidence(records, replay)
-        if failed is not None and not evidence.joins:
-            ended = f"rank {failed} ended with exit code {record.children[failed].process.returncode}"
-            evidence.coverage.leave_out(f"what follows step {evidence.num_steps}: {ended}")
+        ends = [words for _, words in record.ends()]
+        if evidence.joins:
+            ends = []  # a rank that waits in Join loses those that leave
+        if ends:
+            evidence.coverage.leave_out(f"what follows step {evidence.num_steps}, after which a rank has ended")
         if script.launcher == "accelerate":
             evidence.coverage.leave_out("the configuration file of accelerate launch, which is not read")
         findings = in_order([*findings_of(evidence), *differences(evidence)])
-        if "{batch}" in script.command and len(records) > 1 and not any(one.fails for one in findings):
+        if "{batch}" in script.command and len(records) > 1 and not ends and not any(one.fails for one in findings):
             say_labelled("rerun", f"one process with batches of {script.batch * devices}")
             findings = in_order([*findings, *_rerun(script, out / ".rerun", devices, evidence)])
         coverage = evidence.coverage
-        report = report_of(findings, coverage, evidence, time.monotonic() - began)
+        report = report_of(findings, coverage, evidence, time.monotonic() - began, ends)
         for line in report:
             print(folded(line, 19), flush=True)
-        verdict = verdict_of(findings, coverage)
+        verdict = verdict_of(findings, coverage, ends)
         document = {
             "schema": SCHEMA,
             "kind": "script",
@@ -247,6 +275,7 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
             "libraries": records[0]["libraries"],
             "seconds": round(time.monotonic() - began, 2),
             "coverage": asdict(coverage),
+            "ended": ends,
             "findings": [{**asdict(one), "step": one.step + 1} for one in findings],
         }
         write_file(out / "script.json", json.dumps(document, indent=1) + "\n")
@@ -325,20 +354,24 @@ def _rerun(script: Script, folder: Path, devices: int, evidence: Evidence) -> Se
     shutil.rmtree(folder, ignore_errors=True)
     Processes(script, folder, 1, script.batch * devices, {"mode": "record", "steps": evidence.num_steps}).finish()
     if records := read_records(str(folder)):
-        return compare_rerun(evidence, records[0])
+        return [*compare_rerun(evidence, records[0]), *by_sample(evidence, records[0])]
     evidence.coverage.leave_out("the schedule's length: the script does not run on one process with the global batch")
     return []
 
 
-def verdict_of(findings: Sequence[Finding], coverage: Coverage) -> str:
-    """Return "diverged", "verified", or "nothing seen" if too little was compared to say so."""
+def verdict_of(findings: Sequence[Finding], coverage: Coverage, ends: Sequence[str]) -> str:
+    """Return "diverged", "failed" if a rank did, "verified", or "nothing seen" if too little was compared."""
     if any(one.fails for one in findings):
         return "diverged"
+    if ends:
+        return "failed"
     forwards, updates = coverage.forwards or coverage.exchanging, coverage.updates or coverage.unrepeated
     return "verified" if forwards and coverage.gradients and updates else "nothing seen"
 
 
-def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidence, seconds: float) -> list[str]:
+def report_of(
+    findings: Sequence[Finding], coverage: Coverage, evidence: Evidence, seconds: float, ends: Sequence[str]
+) -> list[str]:
     """Return the lines for people: the first divergence, notes, coverage, verdict."""
     lines: list[str] = []
     failing = [one for one in findings if one.fails]
@@ -364,9 +397,13 @@ def report_of(findings: Sequence[Finding], coverage: Coverage, evidence: Evidenc
         f"{several(coverage.updates, 'update')} of a parameter repeated, {several(coverage.losses, 'loss')} weighed"
     )
     lines += [f"not checked        {what}" for what in coverage.unchecked]
+    lines += [f"ended              {words}" for words in ends]
     lines.append(f"cost               {seconds:.1f} s")
     said = {"verified": "no divergence", "diverged": "DIVERGED", "nothing seen": "NOTHING SEEN: see not checked"}
-    lines.append(f"verdict            {said[verdict_of(findings, coverage)]}")
+    said["failed"] = (
+        f"FAILED: no divergence in {several(evidence.num_steps, 'step')}, and then a rank failed, see ended"
+    )
+    lines.append(f"verdict            {said[verdict_of(findings, coverage, ends)]}")
     return lines
 
 
@@ -381,6 +418,17 @@ def _rank_variables(rank: int, devices: int, port: int, script: Script) -> dict[
     if script.launcher == "deepspeed" and not script.cpu:
         own["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: str(value) for name, value in own.items()}
+
+
+def _seconds_used(pid: int) -> float:
+    """Return the processor time of a process and of those that it has started."""
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        own = psutil.Process(pid)
+        for one in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += sum(one.cpu_times()[:2])
+    return total
 
 
 def _free_port() -> int:

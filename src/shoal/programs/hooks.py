@@ -25,7 +25,9 @@ else:  # within a script, whose environment may be without shoal
 OF_CLASSES = ("cross_entropy", "nll_loss")  # losses that ignore targets of one index
 LOSSES = (
     *(*OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
+    *("soft_margin_loss", "hinge_embedding_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
 SENDS = ("send", "isend", "recv", "irecv", "batch_isend_irecv")
 # Functions of torch.distributed that bring values of other ranks, and parts of torch that use them to shard parameters.
@@ -231,6 +233,8 @@ def observe_ranks(recorder: observer.ScriptRecorder) -> None:
             tensors = observer.tensors_of((args, kwargs))
             if own and any(t.requires_grad or t.untyped_storage()._cdata in own for t in tensors if t.ndim):
                 recorder.step["gathered"].append(run.__name__)
+            about = [(run.__name__, t.shape[-1], len(recorder.step["calls"])) for t in tensors if t.ndim > 1]
+            recorder.step["gathers"] += about if not recorder.deaf else []
         result = run(*args, **kwargs)
         if call is None and not caller.startswith("torch."):  # gradients that the script sums itself
             of = {id(tensor) for tensor in observer.tensors_of(args)}
@@ -275,6 +279,8 @@ def weigh(recorder: observer.ScriptRecorder, name: str, result: Any, target: Any
         count = counted.numel() if own is None else float(parts.local(own)[counted].sum())
     elif name in OF_CLASSES and target.ndim > 1:
         count = whole // target.shape[1]
+    elif options.get("reduction") == "batchmean":
+        count = len(target)
     about: dict[str, Any] = {
         "function": name,
         "count": count,

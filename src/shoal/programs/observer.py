@@ -21,6 +21,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ WRAPPERS = {
 _MOST_OUTPUT = 1 << 20
 _STATES_BYTES = 10_000  # of the random states before a forward
 _WAIT_SECONDS = 60.0
+# File by which the parent process asks ranks that hang where they are, and the suffix of their answers.
+STALLED = "stalled"
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -206,6 +209,31 @@ class ScriptParts:
         self.parts: dict[str, parts.ParameterPart] = {}
         self.owners: dict[int, dict[str, None]] = {}  # keys of what a tensor of an optimizer has, by its id
         self.optimizers: list[Any] = []
+        self.loose: dict[str, tuple[int, int, int]] = {}  # optimizer, group and place of parameters in no called module
+
+    def adopt(self, tensor: torch.Tensor) -> parts.ParameterPart:
+        """Return the part of an optimizer's parameter that gets gradients, and is in no module that was called."""
+        place = next(
+            (number, group, index)
+            for number, optimizer in enumerate(self.optimizers)
+            for group, own in enumerate(optimizer.param_groups)
+            for index, p in enumerate(own["params"])
+            if p is tensor
+        )
+        if not self.loose:
+            self.places[id(self.loose)] = len(self.modules)
+            self.modules.append(LooseParameters())
+            self.beside.append([parts.own_rank()])
+        number = self.places[id(self.loose)]
+        owners: Any = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        names = [name for one in owners for name, p in one._parameters.items() if p is tensor]
+        name = names[0] if names else f"{type(self.optimizers[place[0]]).__name__}-{place[1]}-{place[2]}"
+        key = f"{number}:{name}" if f"{number}:{name}" not in self.parts else f"{number}:{name}-{len(self.loose)}"
+        own = (tensor.detach, functools.partial(getattr, tensor, "grad"))
+        self.parts[key] = parts.ParameterPart(key, None, tuple(tensor.shape), tensor, *own, tensor.dtype)
+        self.loose[key] = place
+        self.owners.setdefault(id(tensor), {})[key] = None
+        return self.parts[key]
 
     def number(self, module: nn.Module) -> int:
         """Return a module's number; a new module's parameters become known."""
@@ -251,6 +279,10 @@ class ScriptParts:
         return len(self.optimizers) - 1
 
 
+class LooseParameters(nn.Module):
+    """Place in the list of modules of the parameters that are in none that was called."""
+
+
 class LeftGradients:
     """Gradients as the newest backward, or the newest call that is known, has left them; on the host."""
 
@@ -281,7 +313,9 @@ class LeftGradients:
 
 def new_step() -> dict[str, Any]:
     """Return the record of a step without anything in it."""
-    lists: dict[str, Any] = {name: [] for name in ("calls", "losses", "clips", "scales", "erased", "gathered")}
+    lists: dict[str, Any] = {
+        name: [] for name in ("calls", "losses", "clips", "scales", "erased", "gathers", "gathered")
+    }
     maps: dict[str, Any] = {
         name: {} for name in ("weights", "buffers", "places", "summed", "carried", "left", "random")
     }
@@ -324,6 +358,9 @@ class ScriptRecorder:
         self._trained = set[str]()  # parameters that have had gradients
         self._random: dict[str, Any] = {}  # states of the generators before the newest update
         self._process = os.getpid()
+        self._awaited: dict[int, Any] = {}  # parameters of optimizers that no called module has, by their ids
+        self.untrained: list[dict[str, Any]] = []  # modules that are called and not trained, with their weights
+        self._known_untrained: dict[int, nn.Module] = {}  # which stay alive, so that nothing else gets their ids
         self.step = new_step()
         self.rank, self.world = parts.own_rank(), num_ranks()
 
@@ -363,6 +400,15 @@ class ScriptRecorder:
             return
         if not is_trained(module, args):
             self.thread.call = None
+            is_new = not {id(module)} & {*self.known.places, *self._known_untrained}
+            is_frozen = not any(p.requires_grad for p in module.parameters())
+            if is_new and (is_frozen or self.steps) and next(module.parameters(), None) is not None:
+                self._known_untrained[id(module)] = module
+                own = list(parts.parts_of(self.known.wrappers.get(id(module), module), 0))
+                values = zip(own, digests(part.weights() for part in own), strict=True)
+                weights = {part.key.partition(":")[2]: f"{part.place} {digest}" for part, digest in values}
+                about = {"class": type(module).__name__, "step": len(self.steps), "weights": weights}
+                self.untrained.append(about)
             return
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
         if "deepspeed.runtime.engine" in sys.modules and id(module) not in self.known.places:
@@ -424,6 +470,7 @@ class ScriptRecorder:
         call["rows"] = ["".join(row) for row in zip(*columns, strict=False)]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         call["outputs"] = [sketch_of(t) for t in outputs]
+        call["widths"] = [t.shape[-1] for t in outputs if t.ndim > 1]
         call["number"] = len(self.step["calls"])
         call["draws"] = drawn_since(call["random"])
         self.step["calls"].append(call)
@@ -451,6 +498,12 @@ class ScriptRecorder:
             gradient = self._hooked[key].grad
             if gradient is None or not parts.host_copy(gradient).any():  # set to zero by the script itself
                 self.cleared([self._hooked[key]])
+        for optimizer in self.known.optimizers if outer and not self.deaf else ():
+            for p in [p for group in optimizer.param_groups for p in group["params"]]:
+                if id(p) not in self.known.owners and id(p) not in self._awaited and parts.place_of(p) is None:
+                    self._awaited[id(p)] = p
+                    if p.requires_grad and p.is_leaf:
+                        p.register_hook(functools.partial(self._loose, p))
         for key, handle in self._handles.items() if outer else ():  # behind the hooks of the script's own
             hooks: Any = self._hooked[key]._backward_hooks
             if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
@@ -463,6 +516,17 @@ class ScriptRecorder:
             if outer:
                 self.outputs.clear()
                 self.left.look(self.known.parts)
+
+    def _loose(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if id(parameter) not in self.known.owners and not self.deaf:
+            part = self.known.adopt(parameter)
+            digest = self._store(self.step["weights"], [part])
+            self._hooked[part.key] = parameter
+            for call in self.step["calls"][:1] if not self.steps else ():
+                call["weights"] |= digest
+        for key in self.known.owners.get(id(parameter), ()):
+            if key in self.known.loose:
+                self._gradient(key, parameter, gradient)
 
     def _gradient(self, key: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.deaf:
@@ -527,6 +591,9 @@ class ScriptRecorder:
                         step["local"][part.key] = self._local[part.key]
                         step["passes"][part.key] = list(self._passes.get(part.key, ()))
             step["groups"].append({"names": names, "values": values})
+        for name, width, before in step["gathers"]:
+            if any(width in call["widths"] and not call["passes"] for call in step["calls"][:before]):
+                step["gathered"].append(name)
         if not self.turn[0]:
             numbers = {call["module"] for call in step["calls"]}
             step["states"] = {number: self.known.state(number, self._stored) for number in numbers}
@@ -590,6 +657,9 @@ class ScriptRecorder:
                     "shapes": {p.key.partition(":")[2]: p.shape for p in self.known.of_module(number)},
                     "beside": self.known.beside[number],
                     "casts": parts.casts_of(module),
+                    "loose": [(key.partition(":")[2], *at) for key, at in self.known.loose.items()]
+                    if isinstance(module, LooseParameters)
+                    else [],
                 }
                 for number, module in enumerate(self.known.modules)
             ],
@@ -601,6 +671,7 @@ class ScriptRecorder:
             "unread": sorted(self.unread),
             "by_metric": self.by_metric,
             "joins": self.joins,
+            "untrained": self.untrained,
             "exchanges": sorted(self.exchanges),
             "hooks": sorted(self.hooks),
             "num_unseen": self.num_unseen,
@@ -626,6 +697,24 @@ def leave(folder: str, world: int, suffix: str = "pt") -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def answer_stall(recorder: ScriptRecorder) -> None:
+    """Wait until the parent says that the ranks hang; then write the record and where this one is, and end it."""
+    while not os.path.exists(os.path.join(recorder.folder, STALLED)):
+        time.sleep(0.5)
+    if not recorder.deaf & {"done"} and recorder.known.modules:
+        main: Any = threading.main_thread().ident
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        torch_folder = os.path.dirname(torch.__file__)
+        own = [one for one in frames if not one.filename.startswith((torch_folder, "<"))][-1]
+        called = [one.name for one in frames[frames.index(own) + 1 :][:1]]
+        where = [*called, f"{os.path.basename(own.filename)} line {own.lineno}: {own.line}"]
+        with open(path_of(recorder.folder, recorder.rank, STALLED), "w") as file:
+            file.write(", ".join([*where, f"after {len(recorder.steps)} steps"]))
+        recorder.write()
+        time.sleep(2.0)  # others lose their connection to this rank when it ends
+    os._exit(1)
 
 
 def note_engine(recorder: ScriptRecorder, module: nn.Module) -> None:
@@ -726,3 +815,4 @@ def start() -> None:
     hooks.observe_data(recorder)
     if not job:
         atexit.register(recorder.write)
+        threading.Thread(target=answer_stall, args=(recorder,), name="shoal-stalls", daemon=True).start()

@@ -111,6 +111,14 @@ class ScriptReplay:
         candidates = [called] + [m for m in gc.get_objects() if isinstance(m, nn.Module) and m is not called]
         modules: list[nn.Module | None] = []
         for about in recorded:
+            if about["loose"]:
+                container, optimizers = nn.Module(), dict(enumerate(self._recorder.known.optimizers))
+                for name, number, group, index in about["loose"]:
+                    own = optimizers[number].param_groups if number in optimizers else []
+                    if group < len(own) and index < len(own[group]["params"]):
+                        container._parameters[name] = own[group]["params"][index]
+                modules.append(container)
+                continue
             same = [
                 m
                 for m in candidates
@@ -330,7 +338,10 @@ def part(whole: torch.Tensor, place: dict[str, Any] | None) -> torch.Tensor:
 def summed_gradient(steps: list[dict[str, Any]], rank: int, key: str, name: str = "gradients") -> Any:
     """Return the gradient that a rank's optimizer gets. DTensor sums partial ones over ranks when they are used."""
     own = [steps[one][name].get(key) for one in steps[rank]["summed"].get(key) or [rank]]
-    return None if any(gradient is None for gradient in own) else torch.stack(own).sum(0)
+    if any(gradient is None for gradient in own):
+        return None
+    whole, place = torch.stack(own).sum(0), steps[rank]["places"].get(key)
+    return part(whole, place) if place is not None and tuple(whole.shape) == place["shape"] else whole
 
 
 def join_gradients(steps: list[dict[str, Any]], modules: list[list[dict[str, Any]]]) -> None:

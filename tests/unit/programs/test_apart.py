@@ -38,8 +38,9 @@ def records() -> list[dict[str, Any]]:
             "alone": [],
             "idle": [],
             "joins": None,
+            "untrained": [],
         }
-        made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": []}]
+        made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": [], "loose": []}]
     return made
 
 
