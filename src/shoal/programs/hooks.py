@@ -12,6 +12,9 @@ import itertools
 import math
 import os
 import sys
+import threading
+import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -342,3 +345,22 @@ def observe_data(recorder: observer.ScriptRecorder) -> None:
 
     method(DataLoader, "__iter__", iterated)
     method(DistributedSampler, "__iter__", sampled)
+
+
+def answer_stall(recorder: observer.ScriptRecorder) -> None:
+    """Wait until the parent says that the ranks hang; then write the record and where this one is, and end it."""
+    while not os.path.exists(os.path.join(recorder.folder, observer.STALLED)):
+        time.sleep(0.5)
+    if not recorder.deaf & {"done"} and recorder.known.modules:
+        main: Any = threading.main_thread().ident
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        folders = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+        own = [one for one in frames if not one.filename.startswith(folders)][-1]
+        called = [one.name for one in frames[frames.index(own) + 1 :] if one.filename.startswith(folders[0])]
+        called = [name for name in called if name != "wrapper"][:1]
+        where = [*called, f"{os.path.basename(own.filename)} line {own.lineno}: {own.line}"]
+        with open(observer.path_of(recorder.folder, recorder.rank, observer.STALLED), "w") as file:
+            file.write(", ".join([*where, f"after {len(recorder.steps)} steps"]))
+        recorder.write()
+        time.sleep(2.0)  # others lose their connection to this rank when it ends
+    os._exit(1)

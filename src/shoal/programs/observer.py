@@ -21,7 +21,6 @@ import random
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -412,7 +411,7 @@ class ScriptRecorder:
             return
         self.thread.args = args  # later hooks of the module may change them, and the replay has such hooks itself
         if "deepspeed.runtime.engine" in sys.modules and id(module) not in self.known.places:
-            note_engine(self, module)
+            parts.note_engine(self, module)
         number = self.known.number(module)
         first = not self.step["calls"]
         self.rank = parts.own_rank()
@@ -699,48 +698,6 @@ def leave(folder: str, world: int, suffix: str = "pt") -> None:
     os._exit(0)
 
 
-def answer_stall(recorder: ScriptRecorder) -> None:
-    """Wait until the parent says that the ranks hang; then write the record and where this one is, and end it."""
-    while not os.path.exists(os.path.join(recorder.folder, STALLED)):
-        time.sleep(0.5)
-    if not recorder.deaf & {"done"} and recorder.known.modules:
-        main: Any = threading.main_thread().ident
-        frames = traceback.extract_stack(sys._current_frames()[main])
-        torch_folder = os.path.dirname(torch.__file__)
-        own = [one for one in frames if not one.filename.startswith((torch_folder, "<"))][-1]
-        called = [one.name for one in frames[frames.index(own) + 1 :][:1]]
-        where = [*called, f"{os.path.basename(own.filename)} line {own.lineno}: {own.line}"]
-        with open(path_of(recorder.folder, recorder.rank, STALLED), "w") as file:
-            file.write(", ".join([*where, f"after {len(recorder.steps)} steps"]))
-        recorder.write()
-        time.sleep(2.0)  # others lose their connection to this rank when it ends
-    os._exit(1)
-
-
-def note_engine(recorder: ScriptRecorder, module: nn.Module) -> None:
-    """Look for DeepSpeed's engine of a module. Its optimizer updates each group of parameters by another one."""
-    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
-        recorder.known.wrappers[id(module)] = engine
-        zero = engine.optimizer
-        flats = getattr(zero, "single_partition_of_fp32_groups", getattr(zero, "fp32_partitioned_groups_flat", []))
-        is_cut = (
-            engine.has_moe_layers or type(engine) is not kind or len(flats) not in (0, len(zero.optimizer.param_groups))
-        )
-        offloads = getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)
-        if is_cut or engine.fp16_enabled() or offloads:
-            recorder.unread.add("DeepSpeedEngine")
-        if not flats:
-            continue
-        groups, run = len(flats), zero._optimizer_step
-
-        def step(number: int, run: Any = run, groups: int = groups) -> None:
-            recorder.turn = number, groups
-            run(number)
-
-        zero._optimizer_step = step
-
-
 def num_ranks() -> int:
     """Return the number of processes."""
     return torch.distributed.get_world_size() if parts.is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -815,4 +772,4 @@ def start() -> None:
     hooks.observe_data(recorder)
     if not job:
         atexit.register(recorder.write)
-        threading.Thread(target=answer_stall, args=(recorder,), name="shoal-stalls", daemon=True).start()
+        threading.Thread(target=hooks.answer_stall, args=(recorder,), name="shoal-stalls", daemon=True).start()

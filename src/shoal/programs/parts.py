@@ -6,7 +6,9 @@ Within a script this needs torch alone, as the observer does. Nothing here makes
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -164,6 +166,30 @@ def flat_parts(module: nn.Module, number: int) -> dict[int, ParameterPart]:
             flat = zero.fp32_partitioned_groups_flat[group]
             note(p, p.ds_shape, flat, start, slice(begin, begin + min(size, p.ds_numel - start)))
     return by_id
+
+
+def note_engine(recorder: Any, module: nn.Module) -> None:
+    """Look for DeepSpeed's engine of a module. Its optimizer updates each group of parameters by another one."""
+    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    for engine in [one for one in gc.get_objects() if issubclass(type(one), kind) and one.module is module]:
+        recorder.known.wrappers[id(module)] = engine
+        zero = engine.optimizer
+        flats = getattr(zero, "single_partition_of_fp32_groups", getattr(zero, "fp32_partitioned_groups_flat", []))
+        is_cut = (
+            engine.has_moe_layers or type(engine) is not kind or len(flats) not in (0, len(zero.optimizer.param_groups))
+        )
+        offloads = getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)
+        if is_cut or engine.fp16_enabled() or offloads:
+            recorder.unread.add("DeepSpeedEngine")
+        if not flats:
+            continue
+        groups, run = len(flats), zero._optimizer_step
+
+        def step(number: int, run: Any = run, groups: int = groups) -> None:
+            recorder.turn = number, groups
+            run(number)
+
+        zero._optimizer_step = step
 
 
 def casts_of(module: nn.Module) -> dict[str, tuple[str | None, str | None]]:

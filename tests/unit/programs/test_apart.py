@@ -40,7 +40,9 @@ def records() -> list[dict[str, Any]]:
             "joins": None,
             "untrained": [],
         }
-        made[-1]["modules"] = [{"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": [], "loose": []}]
+        made[-1]["modules"] = [
+            {"class": "Net", "names": ["weight"], "shapes": {"weight": (2,)}, "beside": [], "loose": []}
+        ]
     return made
 
 
