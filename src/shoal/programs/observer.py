@@ -502,7 +502,7 @@ class ScriptRecorder:
                 if id(p) not in self.known.owners and id(p) not in self._awaited and parts.place_of(p) is None:
                     self._awaited[id(p)] = p
                     if p.requires_grad and p.is_leaf:
-                        p.register_hook(functools.partial(self._loose, p))
+                        p.register_hook(functools.partial(self._gradient, "", p))
         for key, handle in self._handles.items() if outer else ():  # behind the hooks of the script's own
             hooks: Any = self._hooked[key]._backward_hooks
             if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
@@ -516,20 +516,19 @@ class ScriptRecorder:
                 self.outputs.clear()
                 self.left.look(self.known.parts)
 
-    def _loose(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        if id(parameter) not in self.known.owners and not self.deaf:
-            part = self.known.adopt(parameter)
-            digest = self._store(self.step["weights"], [part])
-            self._hooked[part.key] = parameter
-            for call in self.step["calls"][:1] if not self.steps else ():
-                call["weights"] |= digest
-        for key in self.known.owners.get(id(parameter), ()):
-            if key in self.known.loose:
-                self._gradient(key, parameter, gradient)
-
     def _gradient(self, key: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.deaf:
             return
+        if not key:  # of an optimizer's parameter that is in no module that was called
+            if id(parameter) not in self.known.owners:
+                part = self.known.adopt(parameter)
+                self._hooked[part.key] = parameter
+                digest = self._store(self.step["weights"], [part])
+                for call in self.step["calls"][:1] if not self.steps else ():
+                    call["weights"] |= digest
+            key = next((own for own in self.known.owners[id(parameter)] if own in self.known.loose), "")
+            if not key:
+                return
         if parameter.grad is None and key in self._local:
             self.cleared([parameter])
         self._trained.add(key)
