@@ -91,7 +91,46 @@ class SAM(torch.optim.SGD):
         return loss
 
 
-def sharpness(lr: float = 0.1, rho: float = 0.05, epochs: int = 10) -> shoal.Job:
-    """The classifier of digits.py by SAM."""
+class LossOf(nn.Module):
+    """A loss as a module, so that torch computes it with other parameters than the model's."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """Return the loss's total and weight."""
+        pair: tuple[Tensor, Any] = self.loss(self.model, batch)
+        return pair
+
+
+def sharp(loss: Any, rho: float) -> Any:
+    """Return the loss at the point in distance `rho` where the loss of the batch that it gets is about largest.
+
+    With `fuse=False` a loss gets one grain at a time, so the grain is SAM's group (m-sharpness of the paper).
+    """
+
+    def at_worst(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        whole = LossOf(model, loss)
+        trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+        buffers = {name: value.clone() for name, value in whole.named_buffers()}  # they move once
+        with torch.enable_grad(), torch.random.fork_rng():  # both passes draw the same dropout
+            total, weight = torch.func.functional_call(whole, buffers, (batch,))
+            slopes = torch.autograd.grad(total / weight, list(trained.values()), allow_unused=True)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in slopes if g is not None]))
+        moved = {
+            name: p if slope is None else p + slope * (rho / (norm + 1e-12))
+            for (name, p), slope in zip(trained.items(), slopes, strict=True)
+        }
+        pair: tuple[Tensor, Any] = torch.func.functional_call(whole, moved, (batch,))
+        return pair
+
+    return at_worst
+
+
+def sharpness(lr: float = 0.1, rho: float = 0.05, epochs: int = 10, per: int = 0) -> shoal.Job:
+    """The classifier of digits.py by SAM, in groups of `per` samples; 0: the group is the global batch."""
     made = digits_job(epochs=epochs)
-    return replace(made, optimizer=lambda parameters: SAM(parameters, lr=lr, momentum=0.9, rho=rho))
+    if not per:
+        return replace(made, optimizer=lambda parameters: SAM(parameters, lr=lr, momentum=0.9, rho=rho))
+    return replace(made, loss=sharp(made.loss, rho), grains=made.global_batch // per, fuse=False)

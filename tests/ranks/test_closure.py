@@ -164,6 +164,56 @@ def test_sam_trains_as_in_plain_torch(tmp_path: Path) -> None:
             torch.testing.assert_close(steps[-1].parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
+def test_sam_in_groups_of_samples(tmp_path: Path) -> None:
+    """Each group of 6 of 24 samples has its own point, on any number of ranks; buffers move once."""
+    made = job_of(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), drops=False, grains=4, fuse=False)
+    made = replace(made, model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    job = replace(made, loss=poisson.sharp(made.loss, 0.5))
+    model = seeded_model(job)
+    optimizer = job.optimizer(list(model.parameters()))
+    losses = []
+    for _ in range(3):
+        sums, mean = [torch.zeros_like(p) for p in model.parameters()], 0.0
+        for start in range(0, 24, 6):
+            group = tuple(tensor[start : start + 6] for tensor in job.train_data)
+            before = [p.detach().clone() for p in model.parameters()]
+            total, weight = made.loss(model, group)
+            slopes = torch.autograd.grad(total / weight, list(model.parameters()))
+            norm = torch.sqrt(sum((slope.square().sum() for slope in slopes), torch.zeros(())))
+            with torch.no_grad():
+                for p, slope in zip(model.parameters(), slopes, strict=True):
+                    p += 0.5 * slope / norm
+            total, _ = made.loss(model, group)
+            mean += float(total.detach()) / 24
+            for one, slope in zip(sums, torch.autograd.grad(total / 24, list(model.parameters())), strict=True):
+                one += slope
+            with torch.no_grad():
+                for p, value in zip(model.parameters(), before, strict=True):
+                    p.copy_(value)
+        for p, one in zip(model.parameters(), sums, strict=True):
+            p.grad = one
+        optimizer.step()
+        losses.append(mean)
+    hashes = set()
+    for ranks in (1, 2, 3, 4):
+        for exact in (True, False):
+            folder = tmp_path / f"{ranks}{exact}"
+            steps = traced(job, folder, 3, ranks, execution={"exact": exact})
+            assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-5)
+            end = steps[-1].parameters
+            for name, value in model.named_parameters():
+                torch.testing.assert_close(end[name], value.detach(), rtol=1e-4, atol=1e-5, msg=name)
+            if exact:
+                hashes.add(bits_checksum([end[name] for name in sorted(end)]))
+    assert len(hashes) == 1
+    moving = replace(job_of(torch.optim.SGD, grains=4), loss=poisson.sharp(made.loss, 0.5), fuse=False)
+    plan = shoal.Plan().with_sections(layout={"data": 2})
+    verdict = shoal.verify(moving, plan, 2)
+    assert verdict.verified, verdict.render()
+    assert traced(moving, tmp_path / "moving", 1, 2)[0].phase("buffers")["1.num_batches_tracked"] == 1
+
+
 def test_a_resumed_run_has_the_history(tmp_path: Path) -> None:
     whole, cut = run_all(
         [

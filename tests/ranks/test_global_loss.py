@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import JobError, PlanError, ShoalError
 from shoal.numerics import outputs as numerics_outputs
+from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.outputs import Summed
 from shoal.plans.resolve import complete
 from shoal.training.microbatch import global_loss
@@ -153,6 +154,29 @@ def test_a_centre_moves_once_by_the_whole_batch(ranks: int, tmp_path: Path) -> N
     assert float(trace.phase("buffers")["centre"][0]) == pytest.approx(-0.003267, abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("grains", [0, 1])
+def test_teacher_and_centre_are_those_of_plain_torch(grains: int, tmp_path: Path) -> None:
+    """After three steps of the whole batch at once; the teacher is a frozen part of the model."""
+    job = job_of("dino")
+    model = seeded_model(job)
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for start in (0, 64, 128):
+        optimizer.zero_grad()
+        total, weight = job.loss(model, tuple(tensor[start : start + 64] for tensor in job.train_data))
+        (total / weight).backward()
+        optimizer.step()
+        losses.append(float(total.detach() / weight))
+    whole = complete(plan({"data": 3}, batch={"grains_per_microbatch": grains}), job.num_grains, job.grain_size)
+    trace_forked(lambda: job, whole, tmp_path, 3)
+    steps = [read(tmp_path / "parallel", step, 3) for step in range(3)]
+    assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-5)
+    found = {**steps[-1].parameters, **steps[-1].phase("buffers")}
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 PLANS = {
     "ZeRO-1": plan({"shard": 2}, shard={"level": "optimizer"}),
     "ZeRO-2": plan({"shard": 2}, shard={"level": "gradients"}),
@@ -179,7 +203,7 @@ def test_verified_on_each_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict.verified, verdict.render()
 
 
-@parametrize("name", ["clip", "barlow", "clip_by_rows"], usual=["clip_by_rows"])
+@parametrize("name", ["clip", "barlow", "clip_by_rows", "dino"], usual=["clip_by_rows"])
 def test_one_hash_on_any_number_of_devices(name: str, tmp_path: Path) -> None:
     settings = {"epochs": 1.0, "batch": 48}
     ends = run_all(
@@ -276,6 +300,11 @@ def other_masks_in_the_second_pass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ForwardBackward, "forward", elsewhere)
 
 
+def centred_by_microbatch(patch: pytest.MonkeyPatch) -> None:
+    """Centre and teacher move with each microbatch, and the next one has them."""
+    patch.setattr(StepBuffers, "restore", lambda self, **_: None)
+
+
 def one_way() -> shoal.Job:
     """InfoNCE in one direction, on two towers without dropout."""
 
@@ -293,14 +322,16 @@ def one_way() -> shoal.Job:
         (temperature_times_the_ranks, lambda: job_of("clip")),
         (gathered_without_gradient, one_way),
         (filled_with_the_first, lambda: job_of("clip")),
+        pytest.param(centred_by_microbatch, lambda: job_of("dino"), marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", "job"),
 )
 def test_verify_catches(plant: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    verdict = verdict_on(monkeypatch, tmp_path, make(), plan({"data": 2}))
+    by_one = {"grains_per_microbatch": 1} if plant is centred_by_microbatch else {}
+    verdict = verdict_on(monkeypatch, tmp_path, make(), plan({"data": 2}, batch=by_one))
     assert not verdict.verified, verdict.render()
-    assert verdict.failed[0].phase in ("loss", "backward"), verdict.render()
+    assert verdict.failed[0].phase in (("forward",) if by_one else ("loss", "backward")), verdict.render()
 
 
 def test_dropout_that_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,22 @@ class OfNoName(habits.Ortho):
     needs = "matrix"
 
 
+def of_8_bits(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW of bitsandbytes, whose tables of constants belong to the class."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'shoal[qlora]'")
+
+    class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc,name-defined]
+        needs = "matrix"
+        name2qmap: dict[str, Tensor] = {}  # noqa: RUF012
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            del self.name2qmap
+
+    made: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-2, min_8bit_size=1024)
+    return made
+
+
 @parametrize(
     ("name", "make", "own"),
     [
@@ -112,8 +128,12 @@ class OfNoName(habits.Ortho):
         ("tensor 2", lambda p: torch.optim.Adafactor(p, lr=1e-2), "blocks.1.up.bias"),
         ("ZeRO-3, 2", lambda p: torch.optim.Adafactor(p, lr=1e-2), "blocks.1.up.bias"),
         ("ZeRO-3, 2", lambda p: OfNoName([q for q in p if q.ndim == 2]), "positions.weight"),
+        *((name, of_8_bits, "blocks.1.up.weight") for name in ("ZeRO-2, 2", "ZeRO-3, 3", "tensor 2")),
     ],
-    ids=["trial, ZeRO-3", "trial, tensor", "Adafactor, tensor", "Adafactor, ZeRO-3", "attribute"],
+    ids=[
+        *("trial, ZeRO-3", "trial, tensor", "Adafactor, tensor", "Adafactor, ZeRO-3", "attribute"),
+        *("8 bits, ZeRO-2", "8 bits, ZeRO-3", "8 bits, tensor"),
+    ],
     usual=["Adafactor, tensor"],
 )
 def test_others_that_need_whole_parameters(name: str, make: Make, own: str, tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ _WORDS = 1 << 64
 _TERMS = 11
 # Largest part of interleaved data whose passes are sorted instead of permuted.
 _FEW = 256
-# Numbers of progress at which ranks and a resume compare a curriculum.
-_COMPARED = 16
+# Numbers of progress at which ranks and a resume compare a curriculum: a few to show, and many in a digest. A prime
+# number of parts has no border where a curriculum usually has one.
+_SHOWN, _COMPARED = 16, 1010
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
@@ -494,6 +495,9 @@ class Curriculum(Sampler):
 
     def describe(self) -> dict[str, Any]:
         # Rounded, since functions such as exp differ by a unit between machines.
-        some = [round(self._fraction(Progress(step, _COMPARED - 1, step)), 9) for step in range(_COMPARED)]
+        some, every = (
+            [round(self._fraction(Progress(step, count - 1, step)), 9) for step in range(count)]
+            for count in (_SHOWN, _COMPARED)
+        )
         own = {"difficulty": None if self.difficulty is None else _digest(self.difficulty)}
-        return {"kind": "curriculum", "f": some, **own}
+        return {"kind": "curriculum", "f": some, "values": _digest(np.array(every)), **own}

@@ -35,6 +35,7 @@ SAMPLERS: dict[str, Sampler] = {
 
 
 OTHER_F = shoal.Curriculum(lambda progress: 0.1 + 0.8 * progress, difficulty=-LENGTHS)
+STEPPED, STEPPED_LATER = (shoal.Curriculum(lambda p, end=end: 0.2 if p < end else 1.0) for end in (0.48, 0.5))
 
 
 def order(sampler: Any, length: Length | None = None, batch: int = 16, seed: int = 3, count: int = N) -> Order:
@@ -266,6 +267,9 @@ def test_a_loader_has_any_batch_beside_a_budget() -> None:
 def test_a_resume_compares_the_sampler() -> None:
     described = [
         made(sampler=sampler, train_data=None if callable(sampler) else [1]).describe()
-        for sampler in (*SAMPLERS.values(), shoal.Weighted(np.arange(N) % 6), shoal.ByLength(LENGTHS, 4), OTHER_F)
+        for sampler in (
+            *SAMPLERS.values(),
+            *(shoal.Weighted(np.arange(N) % 6), shoal.ByLength(LENGTHS, 4), OTHER_F, STEPPED, STEPPED_LATER),
+        )
     ]
     assert len({str(one["sampler"]) for one in described}) == len(described)

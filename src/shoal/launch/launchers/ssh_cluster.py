@@ -69,8 +69,9 @@ def _joined(known: dict[str, Cluster], slots: dict[str, int], speeds: Sequence[f
     if len(kinds) > 1:
         raise HardwareError(
             given=", ".join(f"{host}: {one.devices_per_host} {one.device.name}" for host, one in known.items()),
-            conflict="the planner divides a step evenly over devices of one kind",
-            remedy="name hosts of one kind with --on hosts:",
+            conflict="a plan for named hosts has equal ranks, as the slowest host allows",
+            remedy="name hosts of one kind with --on hosts:, or plan for --cluster with + between the kinds, and run "
+            "its plan file on these hosts",
         )
     slowest = min(known.values(), key=lambda one: max(one.device.flops.values()))
     per_host = min(min(one.devices_per_host, slots[host] or one.devices_per_host) for host, one in known.items())

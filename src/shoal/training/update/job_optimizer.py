@@ -248,7 +248,8 @@ def refuse_divided(
             given=f"optimizer {kind}, which keeps a tensor in {attribute.partition('/')[2]}, with a model or "
             "an update that is divided",
             conflict="a checkpoint cannot tell which part of it belongs to which parameter",
-            remedy="keep it in optimizer.state[parameter], or use the data axis alone",
+            remedy="keep it in optimizer.state[parameter], or in the class if it never changes, or use the data axis "
+            "alone",
         )
     if with_modes(optimizer) and not all(updates(p) for _, p in model.parameters() if p.requires_grad):
         raise JobError(
