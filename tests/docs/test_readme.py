@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -46,9 +47,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = next(block for block in blocks("python") if block.startswith("# digits_job.py"))
     (folder / "digits_job.py").write_text(job)
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal ")]
-    assert [words.split()[1] for words in commands] == ["run", "run", "verify", "plan"]
+    shutil.copy(ROOT / "benchmarks" / "planted_scripts" / "changed.py", folder / "train.py")
+    assert [words.split()[1] for words in commands] == ["run", "run", "verify", "plan", "verify"]
     for line in commands:
-        words = line.split("#")[0].split()
+        words = shlex.split(line, comments=True)
         done = run([sys.executable, "-m", *words], cwd=folder, timeout=100)
         assert done.returncode == 0, done.stderr
     return folder
