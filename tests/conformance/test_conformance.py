@@ -52,6 +52,9 @@ ROWS = [
 ]
 # Every run takes each case once, with one of those that most people use or of the others, and each strategy.
 USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 0), (1, 2), (2, 3)])
+# Both are of the strategy that takes most time; one of them is enough.
+USUAL -= {("blocks computed again", "others", "context", "context axis and pipeline")}
+USUAL |= {("blocks computed again", "others", "shard", "ShardedOptimizer")}
 
 
 # torch: "FSDP does not support non-contiguous parameters yet"; said as an error of shoal's own, which it should not be.

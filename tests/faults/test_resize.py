@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.test_preempted import JOB, assert_same
+from tests.faults.test_preempted import JOB, assert_same, wait_until_handed_on
 from tests.launching import Ended, Gate, Run, run, start, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
@@ -98,6 +98,7 @@ def test_a_request_to_stop_comes_before_a_wish(tmp_path: Path) -> None:
         started.until(lambda: gate.reached(1), "the gate")
         RunDirectory(out).request_resize(2)
         started.send(signal.SIGTERM)
+        wait_until_handed_on(started, 1)
         gate.open()
         ended = started.wait().expect(75)
     assert (ended.result["status"], ended.result["steps"]) == ("preempted", 4)

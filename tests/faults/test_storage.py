@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, Ended, Gate, Run, run, start, start_command
 from tests.usual import parametrize
 
@@ -26,6 +27,7 @@ def test_the_last_checkpoint_cannot_be_written(stop: bool, devices: int, tmp_pat
         (out / "checkpoints").write_text("in the way")
         if stop:
             started.send(signal.SIGTERM)
+            wait_until_handed_on(started, 1)
         gate.open()
         ended = started.wait().fails(73)
     assert "StorageError" in ended.stderr

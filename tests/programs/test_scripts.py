@@ -46,7 +46,7 @@ def verified(folder: Path, script: str, *words: str, fresh: bool = False) -> tup
     ],
 )
 def test_right_scripts_are_verified(script: str, tmp_path: Path) -> None:
-    code, document, output = verified(tmp_path, script, fresh="{batch}" in script or "16-bit" in script)
+    code, document, output = verified(tmp_path, script, fresh="{batch}" in script)
     assert (code, document["verdict"], document["findings"]) == (0, "verified", []), output
     coverage = document["coverage"]
     assert min(coverage["forwards"], coverage["gradients"], coverage["updates"], coverage["samples"]) >= 4
@@ -206,7 +206,8 @@ def test_equal_noise_is_a_note(tmp_path: Path) -> None:
     assert "the same random numbers" in note["said"]
 
 
-@pytest.mark.parametrize("words", [(), ("--spawn", "--launcher", "python")])
+# A plan of the script that spawns its ranks is in every run: test_a_script_is_planned.
+@pytest.mark.parametrize("words", [(), pytest.param(("--spawn", "--launcher", "python"), marks=pytest.mark.slow)])
 def test_a_script_for_gpus_is_verified_without(words: tuple[str, ...], tmp_path: Path) -> None:
     script = " ".join(["gpus.py", *words[:1]])
     code, document, output = verified(tmp_path, script, "--cpu", *words[1:])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launching import EXAMPLES, Run, run, run_all
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -65,7 +66,7 @@ def wide(job: shoal.Job) -> shoal.Job:
     return replace(job, model=lambda: poisson.network().double(), train_data=(where.double(), inside))
 
 
-@pytest.mark.parametrize("line_search", ["strong_wolfe", ""])
+@parametrize("line_search", ["strong_wolfe", ""], usual=["strong_wolfe"])
 def test_lbfgs_trains_as_in_plain_torch(line_search: str, tmp_path: Path) -> None:
     job = wide(poisson.job(line_search=line_search))
     losses, counts, weights = plain(job, 3)
@@ -127,7 +128,12 @@ class Repeats(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("sections", [{"execution": {"exact": True}}, {"batch": {"grains_per_microbatch": 1}}])
+@parametrize(
+    "sections",
+    [{"execution": {"exact": True}}, {"batch": {"grains_per_microbatch": 1}}],
+    ids=["exact", "fast"],
+    usual=["fast"],
+)
 def test_each_evaluation_has_the_same_draws_and_buffers_move_once(sections: dict[str, Any], tmp_path: Path) -> None:
     drawn = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     changes = {"train_data": (drawn, drawn.sum(1))}  # the second step has one grain, on one rank

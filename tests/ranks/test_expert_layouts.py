@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 
 USUAL = ["ZeRO-3 x 2, expert 2", "context 2, listed, expert 2"]
-USUAL += ["balanced, data 4, expert 2, twice"]
+USUAL += ["balanced, data 2, expert 2"]
 
 
 @parametrize("name", LAYOUTS, usual=USUAL)

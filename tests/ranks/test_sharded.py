@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conformance.cases import job as small
-from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.launching import JOBS, Ended, Run, run
 from tests.sharing import Shared
 from tests.usual import parametrize
 from torch import Tensor, nn
@@ -60,10 +60,9 @@ def assert_same(ended: Ended, wanted: Ended) -> None:
     assert {key: ended.result[key] for key in SAME} == {key: wanted.result[key] for key in SAME}
 
 
-def test_one_hash_under_any_layout(alone: Ended, tmp_path: Path) -> None:
-    wanted = [Run(JOB, tmp_path / name, None, arguments=plan(tmp_path, *of)) for name, of in LAYOUTS.items()]
-    for ended in run_all(wanted):
-        assert_same(ended, alone)
+@parametrize("name", LAYOUTS, usual=["2 x 2"])
+def test_one_hash_under_any_layout(name: str, alone: Ended, tmp_path: Path) -> None:
+    assert_same(run(Run(JOB, tmp_path / "run", None, arguments=plan(tmp_path, *LAYOUTS[name]))), alone)
 
 
 @pytest.mark.slow

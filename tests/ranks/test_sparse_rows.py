@@ -107,7 +107,7 @@ def plain(job: shoal.Job) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@parametrize("optimizer", OPTIMIZERS, usual=["adagrad", "both"])
 def test_plain_torch_on_any_number_of_ranks(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give = SparseRows.give
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, Ended, Gate, Run, run, start, start_command
 from tests.ranks.test_exact import assert_one_run
 from tests.usual import parametrize
@@ -89,6 +90,7 @@ def test_what_ends_forks_ends_interpreters(tmp_path: Path) -> None:
     with start(Run(JOB, tmp_path / "stopped", 2, environment=gate.environment, fresh=True)) as started:
         started.until(lambda: gate.reached(2), "both ranks at the gate")
         started.send(signal.SIGTERM)
+        wait_until_handed_on(started)
         gate.open()
         started.wait().expect(75)
     raises = Run(JOBS / "faulty.py", tmp_path / "raised", 2, environment={"TEST_RAISE": "backward:58"}, fresh=True)
