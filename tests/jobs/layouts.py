@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import tiny
 import torch
@@ -44,6 +45,8 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 16, bias=False)
         self.head.weight = self.embedding.weight
+        for p in self.parameters():
+            p.decays = p.ndim >= 2  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -53,12 +56,21 @@ class Stack(nn.Module):
         return logits
 
 
+def by_marks(parameters: Any) -> torch.optim.Optimizer:
+    """The groups of `tiny.adamw`, by what the model wrote on its parameters: each layout's parts have it."""
+    groups = [
+        {"params": [p for p in parameters if p.decays is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
 def stack(steps: int = 50) -> shoal.Job:
     """Dropout, ragged lengths, tied weights, AdamW with groups, clipping, warm-up and cosine."""
     return shoal.Job(
         model=Stack,
         loss=tiny.token_loss,
-        optimizer=tiny.adamw,
+        optimizer=by_marks,
         train_data=partial(tiny.Ragged, 150),
         eval_data=partial(tiny.Ragged, 40, 3),
         collate=tiny.pad,

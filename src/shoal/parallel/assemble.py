@@ -80,6 +80,7 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
     _refuse_complex(model, plan)
     axes = _Axes(source, plan, mesh, precision, model, expert_blocks(model) if plan.layout.expert > 1 else ())
     axes.division.hooks = hooks = ParameterHooks(model)
+    axes.division.marks = marks = {n: dict(vars(p)) for n, p in model.named_parameters() if type(p) is nn.Parameter}
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
         if plan.layout.tensor > 1:
@@ -100,6 +101,8 @@ def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) ->
             pipeline = replace(pipeline, alone=False, units=StageUnits(model, pipeline.used, keep=keep, late=late))
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
+    for name, p in model.named_parameters():  # a part is another tensor than what model() has marked
+        vars(p).update(marks.get(name, {}))
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
 
 

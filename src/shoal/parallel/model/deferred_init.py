@@ -438,6 +438,7 @@ class InitRecorder(TorchDispatchMode):
         def twin(tensor: Tensor) -> Tensor:
             if self.is_tracked(tensor):
                 return tensor
+            TensorRef.of(tensor)  # a sparse tensor has no twin
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
             twins.add(storage_key(copy))
             return copy

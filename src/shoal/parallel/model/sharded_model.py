@@ -213,6 +213,7 @@ class ModelDivision:
     - `by_position`: names of buffers that count a rank's positions of the sequences.
     - `owners`: the rank that updates a cut parameter whole, for some names of this rank's parameters.
     - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
+    - `marks`: attributes that the job gave to parameters, such as `_no_weight_decay`.
     """
 
     parts: dict[str, TensorSlice] = field(default_factory=dict)
@@ -226,6 +227,7 @@ class ModelDivision:
     sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)
     writing: set[nn.Module] = field(default_factory=set)
     owners: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)

@@ -79,6 +79,8 @@ class ParameterPieces:
             parameter, flat = parameters[index], memory(parameters[index]).view(-1)
             begin, end = (edge // parameter.itemsize for edge in runs.get(mesh.rank, (0, 0)))
             part = nn.Parameter(flat[begin:end]) if begin < end else None
+            if part is not None:
+                vars(part).update(vars(parameter))
             self._divided.append(_Divided(parameter, (begin, end), part, owner_ranks[index] == mesh.rank))
         self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}
         self._region: SharedRegion | None = None

@@ -53,6 +53,8 @@ class Server:
         # Move the parameters of other servers to the meta device, under all their names.
         others = {id(p): p for name, p in self.model.named_parameters() if name not in own}
         empty = {key: nn.Parameter(p.detach().to("meta"), p.requires_grad) for key, p in others.items()}
+        for key, p in others.items():
+            vars(empty[key]).update(vars(p))
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if id(parameter) in empty:

@@ -86,6 +86,22 @@ def make_model(job: Job) -> nn.Module:
     refuse_wrapped(model)
     with one_thread():
         model = whole(model, job)
+    scripted = next((n or "itself" for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise JobError(
+            given=f"model() with a part that torch.jit has scripted or traced: {scripted}",
+            conflict="shoal divides, copies and checks modules of Python, and such a module has no code of its own",
+            remedy="give the plain module, and script or trace what is trained; scripted functions may stay",
+        )
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    sparse = next(((name, tensor.layout) for name, tensor in named if tensor.layout != torch.strided), None)
+    if sparse is not None:
+        raise JobError(
+            given=f"the parameter or buffer {sparse[0]}, whose layout is {sparse[1]}",
+            conflict="ranks compare and send tensors as one block of numbers, and checkpoints keep them so",
+            remedy="register its indices and its values as buffers (values that are trained as a parameter), and make "
+            "the sparse tensor of them in the forward; a constant may be a plain attribute",
+        )
     count_choices(model, job.buffers)
     return model
 

@@ -56,7 +56,8 @@ class MatrixOwners:
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         for name, p in self._named:
             whole = self._wholes[p] = nn.Parameter(local(p).new_zeros(()).expand(shapes[name]))
-            vars(whole).update(vars(p) if type(p) is nn.Parameter else {})  # some jobs group by these
+            # Some jobs group by these; a DTensor has others beside them.
+            vars(whole).update(vars(p) if type(p) is nn.Parameter else model.division.marks.get(name, {}))
 
     def build(self, make: Callable[[Any], Any]) -> Any:
         """Return the optimizer that `make` builds from whole parameters; its groups have the model's own ones.

@@ -66,6 +66,28 @@ def test_a_model_that_wraps_itself_is_refused(wrap: Callable[[nn.Module], nn.Mod
         make_model(job(lambda: nn.Sequential(wrap(nn.Linear(2, 2)))))
 
 
+class Sparse(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Sparse invariant:UserWarning")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))), "scripted or traced: 1"),
+        (lambda: torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), "scripted or traced: itself"),
+        (lambda: nn.Sequential(Sparse()), "buffer 0.adjacency, whose layout is torch.sparse_coo"),
+    ],
+)
+def test_a_model_of_what_no_layout_can_read_is_refused(model: Callable[[], nn.Module], said: str) -> None:
+    for make in (make_model, lambda made: deferred(functools.partial(make_model, made), 7)):
+        with pytest.raises(JobError) as caught:
+            make(job(model))
+        assert said in caught.value.given
+
+
 def with_table() -> nn.Module:
     model = nn.Linear(3, 2)
     model.register_buffer("table", torch.polar(torch.ones(4), torch.arange(4).float()))
