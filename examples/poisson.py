@@ -133,4 +133,6 @@ def sharpness(lr: float = 0.1, rho: float = 0.05, epochs: int = 10, per: int = 0
     made = digits_job(epochs=epochs)
     if not per:
         return replace(made, optimizer=lambda parameters: SAM(parameters, lr=lr, momentum=0.9, rho=rho))
+    if made.global_batch % per:
+        raise ValueError(f"per={per} does not divide a batch of {made.global_batch} samples: try per=16")
     return replace(made, loss=sharp(made.loss, rho), grains=made.global_batch // per, fuse=False)
