@@ -296,6 +296,17 @@ class SettingWarning(UserWarning):
     """A setting has no effect in its place."""
 
 
+def nearest_file(path: str) -> str:
+    """Return a hint to append that names the file in the same folder closest to a missing one, or ""."""
+    import difflib
+    from pathlib import Path
+
+    folder, suffix = Path(path).parent, Path(path).suffix
+    known = [one.stem for one in folder.iterdir() if one.suffix == suffix] if folder.is_dir() else []
+    found = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.6)
+    return f"; did you mean {str(folder / (found[0] + suffix))!r}?" if found else ""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """Return a hint to append that names the known name closest to `name`, or "" if none is close."""
     import difflib

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import CommandError
+from shoal.errors import CommandError, nearest_file
 
 _YAML, _TOML, _JSON = (".yaml", ".yml"), (".toml",), (".json",)
 # YAML 1.1, which PyYAML reads, takes 1e-3 for a text.
@@ -53,6 +53,7 @@ def read_config(path: str) -> tuple[dict[str, Any], ConfigFile]:
         raise
     except OSError as error:
         conflict, remedy = f"it cannot be read: {error.strerror or error}", "give the path of a file"
+        remedy += nearest_file(path)
         raise CommandError(given=given, conflict=conflict, remedy=remedy) from error
     except (ValueError, RecursionError) as error:
         conflict = f"it is no {suffix[1:].upper().replace('YML', 'YAML')}: {' '.join(str(error).split())}"

@@ -86,7 +86,8 @@ def _samples(call: dict[str, Any], scale: float) -> dict[tuple[int, int, str], t
     own: dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
     for place, output in enumerate(call["outputs"]):
         received = [of_pass[place] for of_pass in call["passes"].values() if place in of_pass]
-        if not received or output["values"].numel() != received[0].numel() or len(received[0]) != len(call["rows"]):
+        size = received[0].shape[:1] if received else ()  # of a loss: none
+        if size != (len(call["rows"]),) or output["values"].numel() != received[0].numel():
             continue
         values, gradient = output["values"].view(received[0].shape), torch.stack(received).sum(0).double() / scale
         keys = ((call["module"], place, row) for row in call["rows"])

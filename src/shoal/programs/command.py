@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from shoal.distributed.process_setup import versions
-from shoal.errors import CommandError, ExitCode, folded, say_labelled
+from shoal.errors import CommandError, ExitCode, folded, nearest_file, say_labelled
 from shoal.launch.supervise.child import Child
 from shoal.programs.apart import by_sample, differences, divided_by_hand
 from shoal.programs.check import Coverage, Evidence, Finding, compare_rerun, findings_of, in_order
@@ -92,7 +92,7 @@ class Script:
             conflict, remedy = f"there is no program {interpreter}", "give its path"
         elif words[0] != "-m" and not Path(words[0]).is_file():
             conflict = f"there is no file {words[0]} in {Path.cwd()}"
-            remedy = 'write the path of a Python script, or "-m module"'
+            remedy = f'write the path of a Python script, or "-m module"{nearest_file(words[0])}'
         else:
             return
         raise CommandError(given=given, conflict=conflict, remedy=remedy)

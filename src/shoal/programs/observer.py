@@ -289,13 +289,24 @@ class LeftGradients:
         self._known, self._deaf = known, deaf
         self._marks: dict[str, Any] = {}  # of the values: themselves on the CPU, else their digests
         self.values: dict[str, torch.Tensor] = {}
+        self._given = set[str]()  # those whose values are in a record
+
+    def give(self, key: str) -> torch.Tensor:
+        """Return a gradient's values for a record; later values get memory of their own."""
+        self._given.add(key)
+        return self.values[key]
 
     def look(self, keys: Iterable[str]) -> None:
         """Note the gradients of these parameters as they are now."""
         gradients = self._known.gradients(() if self._deaf else keys)
         for key, now in self._marks_of(gradients).items():
             if key not in self._marks or not same_state(self._marks[key], now):
-                self.values[key] = parts.host_copy(gradients[key])
+                old, own = self.values.get(key), parts.local(gradients[key])
+                if old is None or key in self._given or old.shape != own.shape or own.is_sparse:
+                    self.values[key] = parts.host_copy(own)  # fresh memory costs more than the copy
+                else:
+                    old.copy_(own)
+                self._given.discard(key)
                 self._marks[key] = self.values[key] if isinstance(now, torch.Tensor) else now
 
     def unchanged(self, keys: Iterable[str]) -> list[str]:
@@ -532,9 +543,12 @@ class ScriptRecorder:
         if parameter.grad is None and key in self._local:
             self.cleared([parameter])
         self._trained.add(key)
-        values = parts.host_copy(gradient)
+        if key in self._local and key not in self._spent and not gradient.is_sparse:  # no record has it yet
+            self._local[key] += gradient.detach().to(self._local[key].device)
+        else:
+            values = parts.host_copy(gradient)
+            self._local[key] = self._local[key] + values if key in self._local else values
         self._spent.discard(key)
-        self._local[key] = self._local[key] + values if key in self._local else values
         passes = self._passes.setdefault(key, [])
         if not passes or passes[-1] != self.num_backwards:
             passes.append(self.num_backwards)
@@ -578,9 +592,9 @@ class ScriptRecorder:
                         continue
                     left = self.left.values.get(part.key)
                     is_changed = left is None or part.key not in unchanged
-                    step["gradients"][part.key] = parts.host_copy(gradient) if is_changed else left
+                    step["gradients"][part.key] = parts.host_copy(gradient) if is_changed else self.left.give(part.key)
                     if is_changed and left is not None:
-                        step["left"][part.key] = left
+                        step["left"][part.key] = self.left.give(part.key)
                     self._spent.add(part.key)
                     summed = parts.place_of(gradient)
                     if summed is not None:

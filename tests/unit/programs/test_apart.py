@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.programs.apart import differences, divided_by_hand
+from shoal.programs.apart import by_sample, differences, divided_by_hand
 from shoal.programs.check import Evidence, findings_of
 from shoal.programs.observer import new_step
 
@@ -243,3 +243,33 @@ def test_divided_models_are_named() -> None:
     assert "ranks have other weights" in divided_by_hand(ranks)
     ranks[1]["modules"][0]["shapes"] = {"weight": (3,)}
     assert "ranks have other modules" in divided_by_hand(ranks)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([0.125, 0.125], ""),
+        ([0.1, 0.2], "samples weigh 0.8 to 1.6 times"),
+        ([[0.1, 0.2, 0.1, 0.1], 0.125], "are not those"),
+    ],
+)
+def test_what_samples_weigh_is_that_of_one_process(weights: list[Any], said: str) -> None:
+    """A forward returns scores and a loss; ranks divide the losses of four samples, one process those of eight."""
+    ranks = records()
+    rows, values = [], []
+    for record, weight in zip(ranks, weights, strict=True):
+        call = record["steps"][0]["calls"][0]
+        scores = torch.arange(4.0).view(4, 1) + 10 * record["rank"]
+        gradient = 2 * torch.as_tensor(weight).expand(4).reshape(4, 1)
+        call["outputs"] = [{"values": scores.flatten()}, {"values": torch.ones(1)}]
+        call["passes"] = {1: {0: gradient, 1: torch.ones(())}}
+        record["steps"][0]["scales"] = []
+        rows += call["rows"]
+        values.append(scores)
+    alone = copy.deepcopy(ranks[0])
+    call = alone["steps"][0]["calls"][0]
+    call["rows"], call["outputs"][0]["values"] = rows, torch.cat(values).flatten()
+    call["passes"][1][0] = torch.full((8, 1), 0.125)
+    findings = list(by_sample(Evidence(ranks, None), alone))
+    assert [said in one.said for one in findings] == ([True] if said else []), findings
+    assert all(one.fails == ("weigh" in said) for one in findings)
