@@ -303,8 +303,8 @@ def nearest_file(path: str) -> str:
 
     folder, suffix = Path(path).parent, Path(path).suffix
     known = [one.stem for one in folder.iterdir() if one.suffix == suffix] if folder.is_dir() else []
-    found = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.6)
-    return f"; did you mean {str(folder / (found[0] + suffix))!r}?" if found else ""
+    closest = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.6)
+    return f"; did you mean {str(folder / (closest[0] + suffix))!r}?" if closest else ""
 
 
 def nearest(name: str, known: list[str]) -> str:
