@@ -110,8 +110,8 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
     """
     lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(root / "proc/meminfo") or "", re.MULTILINE)
     memory = {name: int(kibibytes) * 1024 for name, kibibytes in lines}
-    text = file_text(root / "sys/fs/cgroup/pids.max") or ""
-    processes = [_limit(resource.RLIMIT_NPROC), int(text) if text.isdecimal() else None]
+    most = file_text(root / "sys/fs/cgroup/pids.max") or ""
+    processes = [_limit(resource.RLIMIT_NPROC), int(most) if most.isdecimal() else None]
     shm = None
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
@@ -126,7 +126,10 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    versions["torch_cuda"] = _torch_cuda()
+    spec = importlib.util.find_spec("torch")  # an import of torch takes seconds
+    text = file_text(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else None
+    match = re.search(r"^cuda[^=\n]*=\s*'([\d.]+)'", text or "", re.MULTILINE)
+    versions["torch_cuda"] = match[1] if match else None
     driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(root / "proc/driver/nvidia/version") or "")
     versions["driver"] = driver[1] if driver else None
     return HostFacts(
@@ -165,14 +168,6 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
 def _limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _torch_cuda() -> str | None:
-    """Read the CUDA version of torch from its version file, since an import of torch takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    text = file_text(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else None
-    match = re.search(r"^cuda[^=\n]*=\s*'([\d.]+)'", text or "", re.MULTILINE)
-    return match[1] if match else None
 
 
 def _error_of(attempt: Callable[[], object]) -> str | None:

@@ -58,7 +58,10 @@ def _lost(
 def _in_words(loss: LostTime, times: ScriptTimes) -> LostTime:
     """Return a cause of any training loop with the remedies that a script has."""
     remedies, seen = [], loss.seen
-    part, more = _excess(times)
+    # What the slowest rank has most of beyond the quickest.
+    slow = times.parts[times.slowest]
+    quick = min(times.parts, key=lambda own: sum(own.values()) - own["communication"])
+    part, more = max(((p, slow[p] - quick[p]) for p in PARTS if p != "communication"), key=lambda item: item[1])
     same = {  # of the remedies of any loop
         "larger-buckets": "DistributedDataParallel(bucket_cap_mb=25), its default, or more",
         "bfloat16": "model.register_comm_hook(None, bf16_compress_hook): sums in bfloat16, which rounds gradients",
@@ -79,14 +82,6 @@ def _in_words(loss: LostTime, times: ScriptTimes) -> LostTime:
     else:
         seen += _at(times, {"checkpoints": "checkpoint"}.get(loss.cause, loss.cause))
     return replace(loss, seen=seen, remedies=tuple(remedies))
-
-
-def _excess(times: ScriptTimes) -> tuple[str, float]:
-    """Return the part of a step that the slowest rank has most of beyond the quickest, and the seconds more."""
-    slow = times.parts[times.slowest]
-    quick = min(times.parts, key=lambda own: sum(own.values()) - own["communication"])
-    more = {part: slow[part] - quick[part] for part in PARTS if part != "communication"}
-    return max(more.items(), key=lambda item: item[1])
 
 
 def _loader_starts(times: ScriptTimes) -> Losses:

@@ -19,12 +19,9 @@ _TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the use
 
 def place_of(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback, as ` at FILE:LINE in FUNCTION`, or ""."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    frames = [(f.filename, f) for f in traceback.extract_tb(error.__traceback__)]
+    own = [f for n, f in frames if n.startswith(_TYPED_IN) or not (n.startswith((_OWN, "<")) or is_installed(n))]
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-
-
-def _is_users(file: str) -> bool:
-    return file.startswith(_TYPED_IN) or not (file.startswith((_OWN, "<")) or is_installed(file))
 
 
 def raised_by_library(error: BaseException) -> bool:

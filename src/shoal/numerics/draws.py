@@ -138,7 +138,8 @@ def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
         return None
     query, key, value = given["query"], given["key"], given["value"]
     mask, scale, p = given.get("attn_mask"), given.get("scale"), given["dropout_p"]
-    if query.is_cuda and torch._fused_sdp_choice(query, key, value, **_optional(given)) != 0:
+    others = {name: given[name] for name in (*_ATTENTION[3:], "scale", "enable_gqa") if given.get(name) is not None}
+    if query.is_cuda and torch._fused_sdp_choice(query, key, value, **others) != 0:
         return None  # a fused kernel, which holds no weights of all pairs in memory
     if given.get("enable_gqa"):
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -155,10 +156,6 @@ def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
         weights * draws.noise(len(weights), tuple(weights.shape), p, weights.dtype, weights.device)
     ) @ value
     return output
-
-
-def _optional(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in (*_ATTENTION[3:], "scale", "enable_gqa") if given.get(name) is not None}
 
 
 AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {

@@ -81,8 +81,10 @@ class Float8:
         """Return left @ right^T [m, n] of factors that are rounded to float8, in the factors' dtype."""
         a, b = self.rounded(left, right, over)
         # Blocks have a kernel on Hopper alone: elsewhere, and here, their values are multiplied in bfloat16.
-        if left.is_cuda and left.dtype == torch.bfloat16 and not self.blocks and _has_kernel(left, right):
-            return _scaled_product(a, b)
+        if left.is_cuda and left.dtype == torch.bfloat16 and not self.blocks:
+            is_aligned = all(size % _ALIGNED == 0 for size in (*right.shape, left.shape[1]))
+            if is_aligned and torch.cuda.get_device_capability(left.device) >= (8, 9):
+                return _scaled_product(a, b)
         return F.linear(a.wide(left.dtype), b.wide(right.dtype))
 
 
@@ -100,11 +102,6 @@ def _rounded(values: Tensor, largest: Tensor) -> Float8Values:
     # Kernels differ in what a cast does beyond the largest value.
     scaled = (values / spread.to(torch.promote_types(values.dtype, torch.float32))).clamp(-_LARGEST, _LARGEST)
     return Float8Values(scaled.to(_KIND), scales)
-
-
-def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    sizes = (*right.shape, left.shape[1])
-    return torch.cuda.get_device_capability(left.device) >= (8, 9) and all(size % _ALIGNED == 0 for size in sizes)
 
 
 def _scaled_product(a: Float8Values, b: Float8Values) -> Tensor:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.operators import OperatorMode
 from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, Number, ValueKeeper, is_plain, reachable, same_bits
 
 # Parameters of a model that uses torch.compile are copied up to this size, and not restored beyond it.
@@ -309,17 +309,13 @@ def _mark(parameter: Tensor) -> int:
     )
 
 
-class _WriteGuard(TorchDispatchMode):
+class _WriteGuard(OperatorMode):
     """Mode that copies a tensor before the first operator that writes into its memory."""
 
     supports_higher_order_operators = True  # such as flex_attention: they write nothing by themselves
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator, for over a second
-
     def __init__(self, tensors: Iterable[Tensor], gathering: nn.Module | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._gathering = gathering
         self.gathered: dict[str, None] = {}  # parameters that were written while they were gathered
         self._homes: dict[int, list[Tensor]] = collections.defaultdict(list)

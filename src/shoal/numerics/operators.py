@@ -8,10 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # Arguments that an operator writes although its schema does not mark them.
 _UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
+
+
+class OperatorMode(TorchDispatchMode):
+    """Context that sees each operator. torch's compiler is not imported, which takes over a second, to exclude it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def storage_key(tensor: Tensor) -> int:

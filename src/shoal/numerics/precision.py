@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import JobError
-from shoal.numerics.operators import as_real, is_strided
+from shoal.numerics.operators import OperatorMode, as_real, is_strided
 from shoal.plans.plan import PrecisionSection, Products
 
 _TENSORS = {Tensor, nn.Parameter}
@@ -257,16 +256,8 @@ _PRODUCTS = frozenset(
 )
 
 
-class ProductsInFloat32(TorchDispatchMode):
+class ProductsInFloat32(OperatorMode):
     """Context in which products of CPU tensors in bfloat16 or float16 are computed in float32 and rounded back."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler, for over a second, to exclude this mode from it."""
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

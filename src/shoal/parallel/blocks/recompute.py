@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.generators import python_generators, python_generators_kept
 from shoal.numerics.isolation import ReentrantContext
-from shoal.numerics.operators import replace_leaves, roles, storage_key, tensors_in
+from shoal.numerics.operators import OperatorMode, replace_leaves, roles, storage_key, tensors_in
 from shoal.parallel.model.structure import Block, parts, repeated_blocks
 
 # Arguments of transformers' layers to which they append keys and values, twice if they are recomputed.
@@ -241,7 +240,7 @@ class _Result:
     value: Any
 
 
-class SavedResults(TorchDispatchMode):
+class SavedResults(OperatorMode):
     """Context around a block's forward that saves results; `again` is the context around its recomputation.
 
     torch's create_selective_checkpoint_contexts does the same, but raises if a saved result is changed in place, as by
@@ -249,13 +248,9 @@ class SavedResults(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.results: dict[Any, list[_Result]] = defaultdict(list)
         self._by_storage: dict[int, _Result] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -284,20 +279,16 @@ class SavedResults(TorchDispatchMode):
                 result.value = None
         self._by_storage = {}
 
-    def again(self) -> TorchDispatchMode:
+    def again(self) -> OperatorMode:
         """Return the recomputation's mode. Each result serves once; a second recomputation computes everything."""
         return _RecallResults(self.results)
 
 
-class _RecallResults(TorchDispatchMode):
+class _RecallResults(OperatorMode):
     def __init__(self, results: dict[Any, list[_Result]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results = results
         self._counts: dict[Any, int] = defaultdict(int)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
