@@ -8,7 +8,6 @@ that has one of its experts, and there over the host's links; its authors measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -100,13 +99,13 @@ def _divided(body: Body, degree: int, imbalance: float, inner: int) -> Body:
 class GatheredExperts(NamedTuple):
     """Experts of a rank in exact mode, where `degree` ranks gather them for each microbatch of their own.
 
-    `num_bytes`, `state_bytes`: of the parameters of all experts, and of their optimizer state; none if nobody divides
-    them. `largest_bytes`: of the parameters of one layer's experts.
+    `num_bytes`, `trained_bytes`: of the parameters of all experts, and of the trained ones. `largest_bytes`: of the
+    parameters of one layer's experts. All are 0 if nobody divides them.
     """
 
     degree: int = 1
     num_bytes: int = 0
-    state_bytes: float = 0.0
+    trained_bytes: int = 0
     largest_bytes: int = 0
 
     @classmethod
@@ -116,28 +115,16 @@ class GatheredExperts(NamedTuple):
             return cls()
         weights = [[w for w in unit.body.weights if w.of_experts] for unit in profile.units]
         sizes = [sum(w.numel * w.itemsize for w in of_unit) for of_unit in weights]
-        numel = sum(w.numel for of_unit in weights for w in of_unit if w.trainable)
-        return cls(plan.layout.expert, sum(sizes), numel * profile.state_bytes_per_element, max(sizes))
+        trained = sum(w.numel * w.itemsize for of_unit in weights for w in of_unit if w.trainable)
+        return cls(plan.layout.expert, sum(sizes), trained, max(sizes))
 
     def seconds(self, network: Network) -> float:
         """Return the seconds in which they travel to a microbatch's forward and backward, and their gradients back."""
         if not self.num_bytes:
             return 0.0
         group = network.group(self.degree, 1)
-        gather, back = (network.seconds(kind, self.num_bytes, group) for kind in ("all_gather", "all_to_all"))
-        return 2 * gather + back
-
-    def stored(self, memory: Mapping[str, float], owners: int) -> dict[str, float]:
-        """Return bytes by category of a rank that stores its experts alone, from those of all experts.
-
-        `owners`: ranks that divide the optimizer state of other parameters.
-        """
-        rest = 1 - 1 / self.degree
-        return {
-            "parameters": memory["parameters"] - self.num_bytes * rest,
-            "gathered": memory["gathered"] + self.largest_bytes,
-            "optimizer": memory["optimizer"] - self.state_bytes * (1 / owners - 1 / self.degree),
-        }
+        back = network.seconds("all_to_all", self.trained_bytes, group) if self.trained_bytes else 0.0
+        return 2 * network.seconds("all_gather", self.num_bytes, group) + back
 
 
 def exchange_seconds(

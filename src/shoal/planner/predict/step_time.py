@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.collective_time import Accounts, Network, ShardExchanges, price
 from shoal.planner.predict.compute_time import WINOGRAD, DeviceModel
 from shoal.planner.predict.experts import GatheredExperts, divided_profile
-from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, StageSize, Staging, makespan
+from shoal.planner.predict.pipeline import PipelineShape, Rank, Ranks, Staging, makespan
+from shoal.planner.predict.states import States, expert_copies, expert_owners
 from shoal.planner.predict.workload import (
     CATEGORIES,
     ITEMSIZE,
@@ -24,199 +25,28 @@ from shoal.planner.predict.workload import (
     Workload,
 )
 from shoal.planner.profile.values import OperationKind, Profile
-from shoal.plans.accounting.all_reduce import compressed_buckets, compression_buffers
+from shoal.plans.accounting.all_reduce import compressed_buckets
 from shoal.plans.accounting.collectives import (
     GLOO_BUCKET_BYTES,
     NCCL_BUCKET_BYTES,
     REPLICAS,
-    Array,
     Gradients,
     SizedCollective,
     agreement,
     bucket_sums,
-    bucketed,
-    cut,
-    gathered_parameters,
     norm,
-    owned,
     rows,
-    scattered_gradients,
-    scattered_peak,
     sharded_optimizer,
-    sharded_parameters,
     sums,
-    waiting_gradients,
 )
 from shoal.plans.accounting.model_parallel import Partial, completed
-from shoal.plans.plan import Layout, Plan
+from shoal.plans.plan import Plan
 
 _UPDATE = "update"  # key of the optimizer's rate in `Device.operators`
 # Compression schemes that only cast; the compute of other schemes is unknown. `_CAST_BYTES`: bytes moved on a CPU per
 # gradient element (copy into the bucket, cast to 16 bits and back), minus those counted when the bucket is sent.
 _CASTS = ("bfloat16", "float16")
 _CAST_BYTES = (4 + 4) + 2 * (4 + 2) - 2 * 2
-
-# ----------------------------------------------------------------------------------------- parameters and their states
-
-
-@dataclass(frozen=True)
-class Unrounded:
-    """Bytes of the gathers and scatters of a rank's units on any shard degree, without rounding up rows.
-
-    `every`: the gradients of every microbatch are scattered, and there are several.
-    """
-
-    gathered: int
-    flat: Sequence[int]
-    waiting: Sequence[int]
-    every: bool
-    _known: dict[int, int] = field(default_factory=dict, repr=False)
-
-    def on(self, degree: int) -> int:
-        """Return the largest number of bytes on one of `degree` ranks."""
-        if degree not in self._known:
-            scattered = scattered_peak(self.flat, self.waiting, degree, every=self.every)
-            self._known[degree] = self.gathered + scattered
-        return self._known[degree]
-
-
-class ExpertBytes(NamedTuple):
-    """Bytes of a rank's experts by category, if an expert axis divides them."""
-
-    parameters: float = 0.0
-    gathered: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-
-
-def expert_copies(layout: Layout, program: Program) -> int:
-    """Return the number of ranks of a stage with the same experts."""
-    return max(1, layout.stage_ranks // (layout.expert * program.expert_tensor))
-
-
-def expert_owners(plan: Plan, program: Program) -> int:
-    """Return the number of ranks that divide the states of the same experts."""
-    layout = plan.layout
-    if not program.shards_experts:  # shoal's ZeRO-1
-        return expert_copies(layout, program) if layout.shard > 1 and not plan.shards_model else 1
-    sharded = layout.shard * layout.context * layout.tensor // (layout.expert * program.expert_tensor)
-    return max(1, sharded) if layout.shard > 1 else 1
-
-
-class States:
-    """Bytes of parameters, gradients and optimizer state of a rank, by the formulas that a run is compared with."""
-
-    def __init__(self, profile: Profile, program: Program, accounts: Accounts) -> None:
-        self._program, self._accounts = program, accounts
-        self._per_element = profile.state_bytes_per_element + program.master_bytes
-        self._owned: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self._unrounded: dict[tuple[object, ...], Unrounded] = {}
-
-    def _per_gradient(self, plan: Plan) -> float:
-        num_bytes = self._program.gradient_bytes
-        return ITEMSIZE[plan.precision.reduce] if num_bytes is None else num_bytes
-
-    def bytes(
-        self, plan: Plan, part: ModelPart, size: StageSize, microbatches: int, *, on_cpu: bool
-    ) -> dict[str, float]:
-        """Return the bytes by category of a rank with these units."""
-        of_experts = self._of_experts(plan, size)
-        if plan.shards_model:
-            sharding = self._accounts.sharding(plan, plan.layout, part, microbatches)
-
-            def updated(unit: Sequence[Array]) -> int:
-                return sum(cut(array, 0, sharding.degree).numel for array in unit if array.trainable)
-
-            return {
-                "parameters": sharded_parameters(sharding) + of_experts.parameters,
-                "gathered": gathered_parameters(sharding) + of_experts.gathered,
-                "gradients": scattered_gradients(sharding) + of_experts.gradients,
-                "optimizer": self._per_element * sum(sharding.each(updated)) + of_experts.optimizer,
-            }
-        sizes = () if plan.shares_memory else plan.shard.sizes
-        owners, gradients = plan.num_owners, self._accounts.gradients(plan, part, on_cpu=on_cpu)
-        alike = size.trainable - size.apart  # the elements that replicas have too
-        sums, trained = alike * self._per_gradient(plan), alike / owners
-        if self._program.own_buckets:
-            if plan.collectives.compression != "none" and plan.layout.world_size > 1:
-                sums = compression_buffers(gradients, plan)
-            else:
-                sums = bucketed(gradients, plan.layout, plan.collectives.all_reduce == "native")
-            key = id(gradients), owners, sizes
-            if key not in self._owned:
-                arrays_of_owners = owned(gradients.parameters, owners, sizes)
-                self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
-            trained = self._owned[key]
-        return {
-            "parameters": (size.parameter_bytes - size.apart_bytes) / _num_sharing(plan) + of_experts.parameters,
-            "gathered": 0.0,
-            "gradients": sums + of_experts.gradients,
-            "optimizer": self._per_element * trained + of_experts.optimizer,
-        }
-
-    def _of_experts(self, plan: Plan, size: StageSize) -> ExpertBytes:
-        """Return the bytes of the experts that an expert axis divides.
-
-        Each rank keeps its experts with their states, unless the program divides them over the ranks with the same
-        ones. Of experts with divided parameters two blocks are gathered at once; here all blocks of a rank count alike.
-        """
-        if not size.apart:
-            return ExpertBytes()
-        sharing = expert_owners(plan, self._program)
-        parameters, gradients = size.apart_bytes, size.apart * self._per_gradient(plan)
-        if not plan.shards_model:
-            return ExpertBytes(parameters, 0.0, gradients, self._per_element * size.apart / sharing)
-        gathered = 0.0
-        if sharing > 1:
-            numel = size.apart_bytes / size.parameter_bytes * size.numel
-            gathered = 2 * numel / max(1, size.num_apart) * ITEMSIZE[plan.precision.parameters]
-        parts = (parameters / sharing, gathered, gradients / sharing, self._per_element * size.apart / sharing)
-        return ExpertBytes(*parts)
-
-    def least(self, plan: Plan, ranks: Sequence[Rank], microbatches: int) -> list[float]:
-        """Return lower bounds of the bytes of these ranks, for any rounding of rows and any owners of states.
-
-        The bounds shrink with the shard degree and do not depend on the data degree.
-        """
-        per_element, shard, precision = self._per_element, plan.layout.shard, plan.precision
-        if not plan.shards_model:
-            per_gradient, copies, owners = self._per_gradient(plan), _num_sharing(plan), plan.num_owners
-            return [
-                (s.parameter_bytes - s.apart_bytes) / copies
-                + (s.trainable - s.apart) * per_gradient
-                + per_element * ((s.trainable - s.apart) / owners)
-                + sum(self._of_experts(plan, s))
-                for s in (rank.size for rank in ranks)
-            ]
-        bounds, level, reduce = [], plan.shard.level, plan.shard.reduce
-        for rank in ranks:
-            size = rank.size
-            key = rank.part, plan.layout.tensor, precision.parameters, precision.reduce, level, reduce, microbatches > 1
-            if key not in self._unrounded:
-                sharding = self._accounts.sharding(plan, plan.layout, rank.part, microbatches, rounds=False)
-                own = gathered_parameters(sharding), sharding.scattered_bytes, waiting_gradients(sharding)
-                self._unrounded[key] = Unrounded(*own, microbatches > 1 and sharding.reduce_every)
-            units = self._unrounded[key].on(shard)
-            alike_bytes, alike = size.parameter_bytes - size.apart_bytes, size.trainable - size.apart
-            of_experts = sum(self._of_experts(plan, size))
-            bounds.append(alike_bytes / shard + units + per_element * (alike / shard) + of_experts)
-        return bounds
-
-    def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
-        """Return lower bounds of the bytes that `least` counts per block, and once per rank with blocks."""
-        shard, precision, of_experts = plan.layout.shard, plan.precision, self._of_experts(plan, size)
-        apart = of_experts.parameters + of_experts.gradients + of_experts.optimizer
-        alike_bytes, alike = size.parameter_bytes - size.apart_bytes, size.trainable - size.apart
-        if not plan.shards_model:
-            state, parameters = self._per_element * alike / plan.num_owners, alike_bytes / _num_sharing(plan)
-            return parameters + state + alike * self._per_gradient(plan) + apart, 0.0
-        state = self._per_element * alike / shard
-        gathered, flat = (size.numel - size.apart) * ITEMSIZE[precision.parameters], alike * ITEMSIZE[precision.reduce]
-        stays = gathered if plan.shard.level == "gradients" else 0.0
-        # A block's gradients are whole until they are scattered, and two gathered blocks are in memory at once.
-        own = alike_bytes / shard + state + max(0.0, flat / shard - 1) + apart
-        return own + stays, 2 * gathered - stays + flat
-
 
 # -------------------------------------------------------------------------------------- exposed seconds of exchanges
 
@@ -617,6 +447,11 @@ class Predictor:
             self._by_degree[degree]._flops = self._flops
         return self._by_degree[degree]
 
+    def _stored(self, plan: Plan, ranks: Ranks) -> tuple[Predictor, Ranks]:
+        """Return the model of what ranks store and update: in exact mode not all experts that they compute with."""
+        own = self.with_experts(plan.layout.expert) if plan.execution.exact else self
+        return own, ranks if own is self else own.staging.ranks(plan)
+
     def predict(self, plan: Plan, grains: int | None = None) -> Prediction:
         """Predict a step of the plan. `grains`: of a replica; None for those of the replica with most."""
         if not plan.execution.exact and (of_degree := self.with_experts(plan.layout.expert)) is not self:
@@ -716,12 +551,13 @@ class Predictor:
                 terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         if plan.execution.exact:
             terms["experts"] = GatheredExperts.of(self.work.profile, plan).seconds(self.network) * ranks.microbatches
+        own, stored = self._stored(plan, ranks)
         last, waits = busiest.last_seconds, terms["launch"] > 0
-        terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
+        terms["gradients"] = own.exchanged.gradients(spread, computer, stored.fullest, last, waits=waits)
         # On a CPU large messages leave the caches, so one large message is no bound.
         ahead = 0.0 if on_cpu else busiest.behind_seconds * ranks.microbatches
         bound = bound and not on_cpu
-        terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, ahead=ahead, bound=bound)
+        terms["optimizer"] = own.exchanged.update(spread, computer, stored.fullest, ahead=ahead, bound=bound)
         num_tensors = max(rank.part.num_tensors for rank in ranks.fullest)
         overheads = self.overheads(device, plan)
         terms["host"] = overheads.step_seconds + overheads.tensor_seconds * num_tensors
@@ -772,16 +608,20 @@ class Predictor:
         The total never shrinks when a state grows.
         """
         on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
-        memory |= self.states.bytes(self._spread(plan), rank.part, rank.size, ranks.microbatches, on_cpu=on_cpu)
-        if plan.execution.exact:
-            memory |= GatheredExperts.of(self.work.profile, plan).stored(memory, plan.num_owners)
+        own, stored = self._stored(plan, ranks)
+        mine = rank if own is self else stored.model.every(stored.shape)[rank.place]
+        memory |= own.states.bytes(self._spread(plan), mine.part, mine.size, ranks.microbatches, on_cpu=on_cpu)
+        if plan.execution.exact:  # gathered experts of one layer, and their gradients of all until these travel
+            of_experts = GatheredExperts.of(self.work.profile, plan)
+            memory["gathered"] += of_experts.largest_bytes
+            memory["gradients"] += of_experts.trained_bytes
         # Every rank has the outputs of the global batch, and the gradients by them.
         memory["activations"] = rank.activations + 2 * self.work.output_bytes * self.work.global_batch
         replicas, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes
         if replicas > 1 and not plan.shards_model:
             if plan.collectives.all_reduce == "shared_memory":  # every rank also maps the other ranks' buckets
                 per_element += ITEMSIZE[plan.precision.reduce] * (replicas - 1)
-            memory["communication"] = rank.size.trainable * per_element + self.program.buffer_bytes
+            memory["communication"] = mine.size.trainable * per_element + self.program.buffer_bytes
         if on_cpu:
             memory["allocator"] = self.program.heap_share * sum(memory.values())
         else:
@@ -792,8 +632,3 @@ class Predictor:
     def fragmentation(self, plan: Plan) -> float:
         """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
-
-
-def _num_sharing(plan: Plan) -> int:
-    """Return the number of ranks that share one copy of the parameters."""
-    return plan.num_owners if plan.shares_memory else 1

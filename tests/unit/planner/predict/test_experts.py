@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.planner.made import LINK, block, cluster, predict, work
+from tests.unit.planner.made import DEVICE, LINK, block, cluster, predict, work
 from tests.unit.planner.models import mixture
 
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.experts import DEEPEP, exchange_seconds
+from shoal.planner.predict.lower_bounds import Costs
+from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program
 from shoal.planner.profile.values import Amount, Body, Dispatch, Profile, Unit
 from shoal.plans.plan import Plan
@@ -75,22 +77,58 @@ def test_a_token_crosses_the_network_once_a_host() -> None:
     assert once.terms["experts"] < predicted(data=4, expert=4, hosts=2).terms["experts"]
 
 
+def exact(*, trained: bool = True, shard: bool = False, **layout: int) -> Prediction:
+    """Two microbatches of each of four ranks in exact mode. `trained`: whether the experts are."""
+    body = of_experts(block(cut=False))
+    frozen = tuple(replace(w, trainable=trained or not w.of_experts) for w in body.weights)
+    case = work(blocks=2, batch=8, body=replace(body, weights=frozen))
+    case = replace(case, profile=replace(case.profile, optimizer_passes=7.0))
+    layout = {"shard" if shard else "data": 4, **layout}
+    sections: dict[str, Any] = {"execution": {"exact": True}, "batch": {"grains_per_microbatch": 1}}
+    plan = Plan().with_sections(layout=layout, shard={"level": "optimizer"}, **sections)
+    program = replace(QUIET, overlap=False)
+    predictor = Predictor(case, cluster(4, 1), program)
+    prediction, costs = predictor.predict(plan), Costs(predictor, DEVICE)
+    assert costs.nearly(plan) <= prediction.step_seconds * (1 + 1e-9)
+    return prediction
+
+
+EXPERT_BYTES, BESIDE = 2 * 2 * 4 * 4e6, 2 * 4e6  # of two blocks: of two weights of four experts, and of the others
+
+
 def test_in_exact_mode_the_experts_travel() -> None:
-    num_bytes, beside = 2 * 2 * 4 * 4e6, 2 * 4e6
-    layout, exact = {"data": 4, "expert": 4}, {"exact": True}
-    case = work(blocks=2, batch=8, body=of_experts(block(cut=False)))
-    plans = [
-        Plan().with_sections(layout=own, execution=exact, batch={"grains_per_microbatch": 1})
-        for own in (layout, {"data": 4})
-    ]
-    divided, whole = (predict(plan, case, cluster(4, 1), QUIET) for plan in plans)
+    divided, whole = exact(expert=4), exact()
     assert divided.terms["compute"] == whole.terms["compute"]
     assert whole.terms["experts"] == 0.0
     # Two microbatches gather all experts twice and send all gradients, three quarters of the bytes at 10 GB/s.
-    assert divided.terms["experts"] == pytest.approx(2 * 3 * num_bytes * 0.75 / 1e10, rel=1e-2)
-    assert divided.memory["parameters"] == num_bytes / 4 + beside
-    assert divided.memory["gathered"] == num_bytes / 2
-    assert divided.memory["optimizer"] == 2 * (num_bytes / 4 + beside)
+    assert divided.terms["experts"] == pytest.approx(2 * 3 * EXPERT_BYTES * 0.75 / 1e10, rel=1e-2)
+    assert divided.memory["parameters"] == EXPERT_BYTES / 4 + BESIDE
+    assert divided.memory["gathered"] == EXPERT_BYTES / 2
+    assert divided.memory["optimizer"] == 2 * (EXPERT_BYTES / 4 + BESIDE)
+    # All gradients of a microbatch, until they travel, and the sums of the rank's own.
+    assert divided.memory["gradients"] == pytest.approx(EXPERT_BYTES * 5 / 4 + BESIDE, rel=1e-4)
+
+
+def test_in_exact_mode_a_rank_sums_and_updates_its_own_experts() -> None:
+    whole, copies, alone = exact(), exact(expert=2), exact(expert=4)
+    # Half of the experts on two ranks each, against none; the other parameters on all four in each case.
+    of_copies, of_all = 2 * (EXPERT_BYTES / 2) / 2 / 1e10, 2 * EXPERT_BYTES * 0.75 / 1e10
+    assert copies.terms["gradients"] - alone.terms["gradients"] == pytest.approx(of_copies, rel=1e-3)
+    assert whole.terms["gradients"] - alone.terms["gradients"] == pytest.approx(of_all, rel=1e-3)
+    assert alone.terms["optimizer"] < copies.terms["optimizer"] < whole.terms["optimizer"]
+
+
+def test_in_exact_mode_ranks_with_the_same_experts_divide_their_states() -> None:
+    copies, alone = exact(shard=True, expert=2), exact(shard=True, expert=4)
+    assert copies.memory["parameters"] - alone.memory["parameters"] == EXPERT_BYTES / 4
+    assert copies.memory["optimizer"] == alone.memory["optimizer"] == 2 * (EXPERT_BYTES + BESIDE) / 4
+
+
+def test_in_exact_mode_frozen_experts_travel_without_gradients() -> None:
+    frozen = exact(trained=False, expert=4)
+    assert frozen.terms["experts"] == pytest.approx(2 * 2 * EXPERT_BYTES * 0.75 / 1e10, rel=1e-2)
+    assert frozen.memory["gradients"] == pytest.approx(BESIDE, rel=1e-4)
+    assert frozen.memory["parameters"] == EXPERT_BYTES / 4 + BESIDE
 
 
 def test_gradients_of_experts_are_summed_over_the_ranks_with_the_same_ones() -> None:
