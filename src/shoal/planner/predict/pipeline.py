@@ -124,7 +124,7 @@ class Sizes:
                 transient = max(transient, beside)
             self._stages[key] = StageSize(
                 *(numel, trainable, num_bytes, saved, transient, apart, apart_bytes),
-                num_apart=sum(count for body, count in counts if body.dispatches) if apart else 0,
+                num_apart=sum(count for body, count in counts if body.dispatches) if apart_bytes else 0,
             )
         return self._stages[key]
 

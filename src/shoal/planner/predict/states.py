@@ -126,7 +126,7 @@ class States:
         Each rank keeps its experts with their states, unless the program divides them over the ranks with the same
         ones. Of experts with divided parameters two blocks are gathered at once; here all blocks of a rank count alike.
         """
-        if not size.apart:
+        if not size.apart_bytes:
             return ExpertBytes()
         sharing = expert_owners(plan, self._program)
         parameters, gradients = size.apart_bytes, size.apart * self._per_gradient(plan)

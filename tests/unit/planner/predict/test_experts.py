@@ -121,7 +121,8 @@ def test_in_exact_mode_a_rank_sums_and_updates_its_own_experts() -> None:
 def test_in_exact_mode_ranks_with_the_same_experts_divide_their_states() -> None:
     copies, alone = exact(shard=True, expert=2), exact(shard=True, expert=4)
     assert copies.memory["parameters"] - alone.memory["parameters"] == EXPERT_BYTES / 4
-    assert copies.memory["optimizer"] == alone.memory["optimizer"] == 2 * (EXPERT_BYTES + BESIDE) / 4
+    of_owner = EXPERT_BYTES / 4 + BESIDE / 2  # a quarter of the experts, and one of the two other weights
+    assert copies.memory["optimizer"] == alone.memory["optimizer"] == 2 * of_owner
 
 
 def test_in_exact_mode_frozen_experts_travel_without_gradients() -> None:
