@@ -454,6 +454,8 @@ def verify(options: VerifyOptions, no_source: bool = False) -> int:
         at_address(RunOptions(**same, no_telemetry=True, no_source=no_source)) as run_options,
         claimed(requested(run_options, suffix="-verify")) as (request, _),
     ):
+        if isinstance(options.plan, str) and options.devices is None:  # not of --layout in words
+            refuse_other_machine(request.what.plan, options.plan)
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
 
         # Exit in order, so that the traces are removed.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.options import RunOptions
+from shoal.cli.options import RunOptions, VerifyOptions
 from shoal.cli.run import start
 from shoal.errors import PlanError
 from shoal.plans import Plan
@@ -52,6 +52,8 @@ def test_before_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options = RunOptions(job=str(tmp_path / "job.py"), plan=str(tmp_path / "plan.toml"), verify=True)
     with pytest.raises(PlanError, match="32 processes"):
         start.run(options)
+    with pytest.raises(PlanError, match="32 processes"):
+        start.verify(VerifyOptions(job=options.job, plan=options.plan, out=str(tmp_path / "verify")))
 
 
 @pytest.mark.parametrize(("devices", "is_asked"), [(None, True), (32, False)])
