@@ -17,13 +17,19 @@ _SIGN = "expert"  # in the name of a module, its class, or its attribute with th
 
 @dataclass
 class ExpertLoads:
-    """Rows that this rank sends to divided experts, summed over exchanges: to the busiest rank, and to a mean one."""
+    """Rows that this rank sends to divided experts, summed over exchanges: to the busiest rank, and to a mean one.
+
+    `counts`: True while a microbatch of a step is computed, but not a filler, an evaluation or a look at the model.
+    """
 
     busiest: float = 0.0
     mean: float = 0.0
+    counts: bool = False
 
     def add(self, rows: Sequence[int]) -> None:
         """Count the rows of one exchange, by the rank that receives them."""
+        if not self.counts:
+            return
         self.busiest += max(rows)
         self.mean += sum(rows) / len(rows)
 

@@ -32,7 +32,7 @@ def run_stages(
         passes.parts.strategy,
     )
     assert isinstance(strategy, AccumulatingStrategy), "exact mode has no stages"
-    num_forwards = [0] * len(microbatches)
+    num_forwards, loads = [0] * len(microbatches), parts.sharded_model.division.expert_loads
     if computer.computation.randomness == "opaque":
         raise JobError(
             given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
@@ -43,6 +43,10 @@ def run_stages(
     def around(action: Action) -> AbstractContextManager[None]:
         what = f"{action.kind.value.replace('_', ' ')}, stage {action.stage}, microbatch {action.microbatch}, "
         return labelled(parts.clock, microbatches[action.microbatch], what, stage=action.stage)
+
+    def scope(number: int) -> AbstractContextManager[None]:
+        loads.counts = number < own
+        return computer.scope_of_stage(microbatches[number])
 
     def begins(number: int) -> None:
         if number < own:
@@ -83,7 +87,7 @@ def run_stages(
     work = Work(
         computer.pair,
         batches,
-        lambda number: computer.scope_of_stage(microbatches[number]),
+        scope,
         begins,
         forwarded,
         before_backward=lambda number, last: strategy.arm() if last else None,
@@ -91,4 +95,5 @@ def run_stages(
         around=around,
     )
     pipeline.run(work)
+    loads.counts = False
     parts.observer.computed()

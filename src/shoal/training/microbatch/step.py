@@ -131,12 +131,7 @@ class LossComputer:
         """Return a computer of the same losses in another precision."""
         if precision == self.precision:
             return self
-        known: dict[str, Any] = {
-            "cut": self.cut,
-            "divided": self.divided,
-            "exact": self.exact,
-            "regions": self.regions,
-        }
+        known: dict[str, Any] = {name: getattr(self, name) for name in ("cut", "divided", "exact", "regions")}
         return LossComputer(self.job, self.model, precision, self.computation, self.evaluate, **known)
 
     def scope(
@@ -391,6 +386,7 @@ class ForwardBackward:
         parts.clock.mark("forward")
         if counts and self.is_observed:
             parts.observer.microbatch(microbatch, batch)
+        parts.sharded_model.division.expert_loads.counts = counts
         context = parts.computer.scope(microbatch, draws=self.draws, counts=counts)
         if parts.clock.is_listened_to:
             context = _within(labelled(parts.clock, microbatch), context)
@@ -398,6 +394,7 @@ class ForwardBackward:
 
     def _leave(self, counts: bool) -> None:
         parts = self.parts
+        parts.sharded_model.division.expert_loads.counts = False
         if counts and self.is_observed:
             parts.observer.computed()
         if not parts.buffers.is_empty and not self.is_alone:

@@ -52,9 +52,11 @@ def test_experts_of_a_list_that_are_frozen_in_part() -> None:
 
 
 def test_the_busiest_rank_over_the_mean_since_the_last_call() -> None:
-    loads = ExpertLoads()
+    loads = ExpertLoads(counts=True)
     loads.add((6, 2))
     loads.add((0, 4))
+    loads.counts = False  # a filler, or a metric that differentiates
+    loads.add((9, 0))
     assert loads.imbalance() == 10 / 6
     assert loads.imbalance() is None
 
