@@ -90,7 +90,7 @@ GROUPS = {
         Row("one_copy_memory", "2026-11-24", TWO_CORES, ("cpu_steps.md",)),
     ),
     "Planner and doctor": (
-        Row("questions", "2026-11-26", XEON, ("questions.md", "questions.json")),
+        Row("questions", "2026-12-01", XEON, ("questions.md", "questions.json")),
         Row("emitted", "2026-11-29", TWO_CORES, ("emitted.md", "emitted.json")),
         Row(
             "published_experts", "2026-11-30", "none: the catalogue", ("published_experts.md", "published_experts.json")
