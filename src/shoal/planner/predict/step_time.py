@@ -447,11 +447,6 @@ class Predictor:
             self._by_degree[degree]._flops = self._flops
         return self._by_degree[degree]
 
-    def _stored(self, plan: Plan, ranks: Ranks) -> tuple[Predictor, Ranks]:
-        """Return the model of what ranks store and update: in exact mode not all experts that they compute with."""
-        own = self.with_experts(plan.layout.expert) if plan.execution.exact else self
-        return own, ranks if own is self else own.staging.ranks(plan)
-
     def predict(self, plan: Plan, grains: int | None = None) -> Prediction:
         """Predict a step of the plan. `grains`: of a replica; None for those of the replica with most."""
         if not plan.execution.exact and (of_degree := self.with_experts(plan.layout.expert)) is not self:
@@ -551,7 +546,7 @@ class Predictor:
                 terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         if plan.execution.exact:
             terms["experts"] = GatheredExperts.of(self.work.profile, plan).seconds(self.network) * ranks.microbatches
-        own, stored = self._stored(plan, ranks)
+        own, stored = _stored(self, plan, ranks)
         last, waits = busiest.last_seconds, terms["launch"] > 0
         terms["gradients"] = own.exchanged.gradients(spread, computer, stored.fullest, last, waits=waits)
         # On a CPU large messages leave the caches, so one large message is no bound.
@@ -608,7 +603,7 @@ class Predictor:
         The total never shrinks when a state grows.
         """
         on_cpu, memory = ranks.device.kind == "cpu", dict.fromkeys(CATEGORIES, 0.0)
-        own, stored = self._stored(plan, ranks)
+        own, stored = _stored(self, plan, ranks)
         mine = rank if own is self else stored.model.every(stored.shape)[rank.place]
         memory |= own.states.bytes(self._spread(plan), mine.part, mine.size, ranks.microbatches, on_cpu=on_cpu)
         if plan.execution.exact:  # gathered experts of one layer, and their gradients of all until these travel
@@ -632,3 +627,9 @@ class Predictor:
     def fragmentation(self, plan: Plan) -> float:
         """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
+
+
+def _stored(predictor: Predictor, plan: Plan, ranks: Ranks) -> tuple[Predictor, Ranks]:
+    """Return the model of what ranks store and update: in exact mode not all experts that they compute with."""
+    own = predictor.with_experts(plan.layout.expert) if plan.execution.exact else predictor
+    return own, ranks if own is predictor else own.staging.ranks(plan)
