@@ -46,6 +46,16 @@ Degree = Annotated[int, Field(ge=1)]
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def __init__(self, /, **values: Any) -> None:
+        """Raise a PlanError, where pydantic raises its own error: users write `shoal.Layout(data=2)` by hand."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _plan_error(error, type(self), f"{type(self).__name__}: ") from None
+
+    # Without this mark pydantic calls the method for sections within a plan too, and loses their place in the plan.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     def trusted_copy(self, values: Mapping[str, Any]) -> Self:
         """Return the copy that `model_copy` makes with these values, but faster: a search makes very many copies."""
         copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
@@ -65,7 +75,7 @@ class Layout(_Section):
     shard x context x tensor) and is no factor of the world size. Consecutive ranks of a stage are an expert group.
     `shares`: relative speeds of the ranks that divide grains (data x shard, in rank order), as whole numbers. Empty
     means equal speeds. A rank computes grains in proportion to its speed.
-    Raises: pydantic.ValidationError for a number that is no integer of at least 1.
+    Raises: PlanError for an unknown name, or a number that is no integer of at least 1.
     """
 
     data: Degree = 1
@@ -350,33 +360,33 @@ class Plan(_Section):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            given: list[str] = []
-            conflict: list[str] = []
-            remedy: list[str] = []
-            seen: set[str] = set()
-            for item in error.errors(include_url=False):
-                # A union reports an error for each member, with the member as the last part of the path.
-                path = tuple(
-                    str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float"))
-                )
-                dotted = ".".join(path)
-                if dotted in seen:
-                    remedy[-1] += f"; or {_wanted(item, path)}"
-                    continue
-                seen.add(dotted)
-                given.append(f"{dotted} = {item['input']!r:.60}")
-                if item["type"] == "extra_forbidden":
-                    known = _known_keys(path[:-1])
-                    conflict.append(f"{dotted}: unknown key")
-                    remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
-                else:
-                    expected = item["msg"].removeprefix("Value error, ")
-                    expected = expected[0].lower() + expected[1:]
-                    conflict.append(f"{dotted}: {expected}")
-                    remedy.append(f"{dotted}: {_wanted(item, path)}")
-            raise PlanError(
-                given=f"in {source}: " + "\n".join(given), conflict="\n".join(conflict), remedy="\n".join(remedy)
-            ) from None
+            raise _plan_error(error, cls, f"in {source}: ") from None
+
+
+def _plan_error(error: ValidationError, root: type[BaseModel], source: str) -> PlanError:
+    given: list[str] = []
+    conflict: list[str] = []
+    remedy: list[str] = []
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        # A union reports an error for each member, with the member as the last part of the path.
+        path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
+        dotted = ".".join(path)
+        if dotted in seen:
+            remedy[-1] += f"; or {_wanted(item, path, root)}"
+            continue
+        seen.add(dotted)
+        given.append(f"{dotted} = {item['input']!r:.60}")
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(path[:-1], root)
+            conflict.append(f"{dotted}: unknown key")
+            remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
+        else:
+            expected = item["msg"].removeprefix("Value error, ")
+            expected = expected[0].lower() + expected[1:]
+            conflict.append(f"{dotted}: {expected}")
+            remedy.append(f"{dotted}: {_wanted(item, path, root)}")
+    return PlanError(given=source + "\n".join(given), conflict="\n".join(conflict), remedy="\n".join(remedy))
 
 
 # Remedies by pydantic's error type, formatted with the error's context.
@@ -395,8 +405,8 @@ _WANTED = {
 }
 
 
-def _known_keys(path: tuple[str, ...]) -> list[str]:
-    model: Any = Plan
+def _known_keys(path: tuple[str, ...], root: type[BaseModel]) -> list[str]:
+    model: Any = root
     for part in path:
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
@@ -405,14 +415,14 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
     return [f.alias or name for name, f in model.model_fields.items()]
 
 
-def _wanted(item: Any, path: tuple[str, ...]) -> str:
+def _wanted(item: Any, path: tuple[str, ...], root: type[BaseModel]) -> str:
     if path == ("schema",):
         return f"write {SCHEMA}, or read the plan with the version of shoal that wrote it"
     if item["type"] == "literal_error":
         options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
         close = nearest(item["input"], options) if isinstance(item["input"], str) else ""
         return f"write one of {', '.join(options)}{close}"
-    known = _known_keys(path)
+    known = _known_keys(path, root)
     if known:
         return f"write a table with any of {', '.join(known)}"
     return _WANTED.get(item["type"], "leave it out for the default").format(**item.get("ctx", {}))

@@ -1,5 +1,6 @@
 """A plan is complete, frozen and exact about its keys; every mistake is told at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pydantic
@@ -121,6 +122,20 @@ def test_a_loss_scale_is_a_number_or_a_name(scale: object) -> None:
 def test_a_whole_number_is_a_loss_scale() -> None:
     plan = Plan.from_mapping({"schema": 1, "precision": {"loss_scale": 1024}}, source="p")
     assert plan.precision.loss_scale == 1024.0
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (lambda: Layout(dta=2), "did you mean 'data'"),  # type: ignore[call-arg]
+        (lambda: Layout(data=0), "write 1 or more"),
+        (lambda: Plan(layuot=Layout()), "did you mean 'layout'"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_section_in_python_says_what_to_write(build: Callable[[], object], remedy: str) -> None:
+    with pytest.raises(PlanError) as error:
+        build()
+    assert remedy in error.value.remedy
 
 
 def test_a_plan_is_frozen() -> None:
