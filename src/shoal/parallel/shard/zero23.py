@@ -283,6 +283,7 @@ def units(model: nn.Module) -> list[nn.Module]:
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
     candidates = list(dict.fromkeys(blocks)) or list(_large(model))
+    candidates = [part for candidate in candidates for part in _called(candidate)]
     # It calls only the clusters with classes in the batch, so calls differ between ranks.
     adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
     clusters = {inner for module in adaptive for inner in module.modules()}
@@ -309,6 +310,15 @@ def _outermost(model: nn.Module, name: str) -> nn.Module:
         if isinstance(parent, _CONTAINERS) and not isinstance(child, _CONTAINERS) and siblings > 1:
             return child
     return model.get_submodule(name)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, or in the place of one without a forward, such as a ModuleList, those inside that have one."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
 
 
 def _large(module: nn.Module) -> Iterator[nn.Module]:

@@ -58,6 +58,13 @@ def test_what_shares_a_parameter_with_the_outside_is_no_unit() -> None:
     assert names(Model(tied=True)) == ["blocks.2"]
 
 
+def test_units_have_a_forward() -> None:
+    """A layer may be a list of its norm and its net, which the model calls itself."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4)]), Block(4, 0)]) for _ in range(2))
+    assert names(model) == ["layers.0.0.0", "layers.0.1", "layers.1.0.0", "layers.1.1"]
+
+
 def test_without_blocks_size_decides() -> None:
     width = int((UNIT_BYTES / 4) ** 0.5) + 1
     with torch.device("meta"):
