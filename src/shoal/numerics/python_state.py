@@ -61,7 +61,8 @@ _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0
 def is_plain(tensor: Tensor) -> bool:
     """Return True if a tensor has memory of its own on this rank, in one block."""
     is_block = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return is_block and not tensor.is_meta and not tensor.is_nested
+    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # by vmap, say
+    return is_block and not tensor.is_meta and not tensor.is_nested and not is_transformed
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
