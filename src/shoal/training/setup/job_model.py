@@ -86,6 +86,13 @@ def make_model(job: Job) -> nn.Module:
     refuse_wrapped(model)
     with one_thread():
         model = whole(model, job)
+    _refuse_unreadable(model)
+    count_choices(model, job.buffers)
+    return model
+
+
+def _refuse_unreadable(model: nn.Module) -> None:
+    """Raise JobError for a module without code in Python, and for a tensor that is not one block of numbers."""
     scripted = next((n or "itself" for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
     if scripted is not None:
         raise JobError(
@@ -102,8 +109,6 @@ def make_model(job: Job) -> nn.Module:
             remedy="register its indices and its values as buffers (values that are trained as a parameter), and make "
             "the sparse tensor of them in the forward; a constant may be a plain attribute",
         )
-    count_choices(model, job.buffers)
-    return model
 
 
 class _AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -373,6 +378,8 @@ def outline(job: Job) -> nn.Module | None:
         if lazy_names(model):  # their shapes need a forward with values
             with generators_kept():
                 model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
+        if isinstance(model, nn.Module):
+            _refuse_unreadable(model)  # the ranks say so
     except Exception:
         return None
     return model if isinstance(model, nn.Module) else None
