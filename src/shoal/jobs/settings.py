@@ -219,8 +219,10 @@ class _Place:
             self.keys[key] = _Place(full, self.scope, _item(self.wanted, 1))
         if key not in self.keys:
             holder = f"{self.name} has no key" if self.name else f"{self.where} has no parameter"
-            known = ", ".join(self.keys) or "none"
-            raise _Misfit(f"{holder} {key}", f"use one of {known}{nearest(key, list(self.keys))}")
+            remedy = f"use one of {', '.join(self.keys)}{nearest(key, list(self.keys))}"
+            raise _Misfit(
+                f"{holder} {key}", remedy if self.keys else f"leave it out, or add {key} there with a default"
+            )
         return self.keys[key]
 
     def open(self) -> None:
