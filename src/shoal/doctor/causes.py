@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.doctor.run_times import RunTimes
+from shoal.doctor.run_times import Periodic, RunTimes
 from shoal.errors import HardwareError
 from shoal.hardware.detect import here
 from shoal.report.account import section
@@ -128,7 +128,7 @@ def _evaluation(times: RunTimes) -> Losses:
     rarer = every * _RARER
     lost = cost.per_step + times.best.per_step
     gain = lost * (1 - 1 / _RARER) / times.total
-    seen = f"an evaluation of {ms(cost.each)} after every {every} steps"
+    seen = f"an evaluation of {ms(cost.each)} after every {every} steps{_slows(cost)}"
     if times.best.per_step:
         seen += f", and training waits {ms(times.best.each)} for a checkpoint where the watched metric is better"
     remedy = Remedy("evaluate-rarely", f"evaluation every {rarer} steps instead of {every}", gain)
@@ -151,6 +151,7 @@ def _checkpoints(times: RunTimes) -> Losses:
         seen = (
             f"training waits {ms(cost.each)} for a checkpoint after every {'step' if every == 1 else f'{every} steps'}"
         )
+        seen += _slows(cost)
         if beside:
             seen += f", and a thread writes it beside the next ones: {ms(times.writing or 0.0)} of a core"
         words = f"a checkpoint every {rarer} steps instead of {every}"
@@ -159,6 +160,12 @@ def _checkpoints(times: RunTimes) -> Losses:
             words += ", or without --checkpoint-every, as costs 1 %"
             remedy = replace(remedy, words=words, arguments=("--checkpoint-every", str(rarer)), period=rarer)
         yield _lost(times, "checkpoints", "checkpoints", lost, seen, remedy)
+
+
+def _slows(cost: Periodic) -> str:
+    """Return by how much the steps at such an event are longer, if that is much of its cost."""
+    longer = cost.per_step * (cost.every or 0.0) - cost.each
+    return f", and the steps at it take {ms(longer)} longer" if longer > 0.2 * cost.each else ""
 
 
 def _beside(times: RunTimes, every: int) -> float:

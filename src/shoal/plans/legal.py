@@ -375,13 +375,13 @@ def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
     expert, ranks = plan.layout.expert, plan.layout.stage_ranks
     if ranks % expert:
+        fit = expert // math.gcd(expert, ranks // plan.layout.data)
         in_use = [f"layout.{axis}" for axis in _STAGE if is_wide(plan, axis)] or ["layout.data"]
         yield Conflict(
             "layout.expert",
             shown(plan, "layout.expert", *in_use),
-            f"the ranks of a pipeline stage (data x shard x context x tensor = {ranks}) divide the experts in equal "
-            "groups: layout.expert divides their number and starts no further process",
-            f"layout.expert = {around(expert, divisors(ranks))}",
+            f"layout.expert divides the ranks of a stage (data x shard x context x tensor = {ranks}) and starts no process",
+            f"layout.data = {-(-plan.layout.data // fit) * fit}, or layout.expert = {around(expert, divisors(ranks))}",
         )
 
 

@@ -191,6 +191,11 @@ def test_checkpoints_that_a_callback_asks_for_are_for_people_to_change() -> None
     assert "the job's callback" in asked.remedies[0].words
 
 
+def test_steps_that_a_checkpoint_makes_longer_are_named() -> None:
+    (longer,) = causes(run(checkpoint=Periodic(0.004, 10.0, 0.0104)))
+    assert "the steps at it take 100 ms longer" in longer.seen
+
+
 def test_causes_come_by_what_would_come_back() -> None:
     times = run(evaluation=Periodic(0.1, 10.0, 0.01), checkpoint=Periodic(0.04, 1.0, 0.04))
     assert [loss.cause for loss in causes(times)][:2] == ["checkpoints", "evaluation"]
