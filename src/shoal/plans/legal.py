@@ -380,7 +380,7 @@ def excluded(plan: Plan, facts: ModelFacts | None = None) -> Iterator[Conflict]:
         yield Conflict(
             "layout.expert",
             shown(plan, "layout.expert", *in_use),
-            f"layout.expert divides the ranks of a stage (data x shard x context x tensor = {ranks}) and starts no process",
+            f"expert divides the ranks of a stage (data x shard x context x tensor = {ranks}) and starts no process",
             f"layout.data = {-(-plan.layout.data // fit) * fit}, or layout.expert = {around(expert, divisors(ranks))}",
         )
 

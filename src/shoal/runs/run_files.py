@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shoal import bounded_files
 from shoal.bounded_files import MOST_LINE_BYTES, MOST_LINES, object_of
-from shoal.errors import RunDirectoryError, say_note
+from shoal.errors import RunDirectoryError, nearest_file, say_note
 from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import RunDirectory, held_since, is_held
@@ -137,7 +137,7 @@ class RunReader:
         if not os.path.lexists(files.job) and not os.path.lexists(files.records):
             raise RunDirectoryError(
                 given=str(files.path),
-                conflict="no run began there (it has no job.json)",
+                conflict="no run began there (it has no job.json)" + nearest_file(str(files.path)),
                 remedy="give the directory of a run, which shoal run prints",
             )
         new_records = self._lines["records"].more(parsed)

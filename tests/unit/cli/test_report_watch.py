@@ -173,6 +173,8 @@ def test_no_run_and_no_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["watch", str(tmp_path)]) == 2
     assert "no run began there" in capsys.readouterr().err
     run = one_process(tmp_path / "run")
+    assert main(["watch", str(run.written().parent / "rum")]) == 2
+    assert "did you mean" in capsys.readouterr().err
     assert main(["watch", str(run.written()), "--once", "--openmetrics", str(tmp_path / "no" / "file")]) == 2
     assert "it cannot be written" in capsys.readouterr().err
     assert main(["report", str(run.path), "-o", str(tmp_path)]) == 2

@@ -138,7 +138,7 @@ def piped(pipeline: int, grains: int = 1, **section: Any) -> Plan:
             of(layout={"data": 2, "shard": 3, "expert": 4}),
             "layout.expert = 4, layout.data = 2, layout.shard = 3",
             "data x shard x context x tensor = 6",
-            "layout.expert = 3 or 6",
+            "layout.data = 4, or layout.expert = 3 or 6",
         ),
         (
             of(layout={"data": 3, "expert": 3}),
