@@ -43,7 +43,7 @@ GROUPS = {
         Row("divided_experts", "2026-11-30", TWO_CORES, ("divided_experts.md", "divided_experts.json")),
         Row("owners", "2026-11-30", TWO_CORES, ("owners.md", "owners.json")),
         Row("corpus", "2026-11-28", TWO_CORES, ("corpus.md", "corpus.jsonl")),
-        Row("habits", "2026-11-28", TWO_CORES, ("habits/README.md", "habits/results.json")),
+        Row("habits", "2026-12-01", TWO_CORES, ("habits/README.md", "habits/results.json")),
         Row("peers", "2026-11-30", "any", ("peers.md",)),
         Row("shipped", "2026-11-29", TWO_CORES, ("shipped.md", "shipped.json")),
         Row("planted_scripts", "2026-11-29", TWO_CORES, ("planted_scripts.md", "planted_scripts.json")),

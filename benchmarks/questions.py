@@ -98,9 +98,9 @@ QUESTIONS = (
     Asked("BERT-large", "text", "64xV100-SXM2-32", 4096, "fp16", "bert-large", 512,
           like=_ddp("BERT-large", n_gpus="8", seq_len="512")),
     Asked("wav2vec 2.0 large", "speech", "64xV100-SXM2-32", 512, "fp16", "wav2vec2-large",
-          why="the model is small beside a device and sound is long: replicas, and kernels bound by memory"),
+          why="the model is small beside a device and sound is long: its kernels are bound by memory"),
     Asked("ViT-L/16", "images", "64xA100-80", 4096, "bf16", "vit-large",
-          why="0.3 B parameters need no division but of the batch; sequences of 197 leave products small"),
+          why="0.3 B parameters leave products small, and sequences of 197 too"),
     Asked("GPT-2 124M", "text", "8xA100-80", 512, "bf16", "gpt2-124m", 1024, _mpt("125m")),
     Asked("Pythia-1B", "text", "64xA100-40-SXM", 1024, "bf16", "pythia-1b", 2048, _mpt("1b", "40")),
     Asked("Llama-3.2-1B", "text", "64xH100", 256, "bf16", "llama-3.2-1b", 8192,
@@ -165,7 +165,7 @@ def said(text: str) -> dict[str, str]:
     """The part "In short" of an answer with `--more`, by name; wrapped lines are joined."""
     entries: dict[str, str] = {}
     name = ""
-    for line in text.partition("\nIn short\n")[2].partition("\n\n")[0].splitlines():
+    for line in text.partition("\nIn short\n")[2].partition("\n\n")[0].partition("\naim ")[0].splitlines():
         key, sign, value = line.partition(": ")
         if sign and key in NAMES:
             name, line = key, value

@@ -105,18 +105,21 @@ class LossOf(nn.Module):
 
 
 def sharp(loss: Any, rho: float) -> Any:
-    """Return the loss at the point in distance `rho` where the loss of the batch that it gets is about largest.
+    """Return a loss that is computed at the weights, within the distance `rho`, where the batch's loss is largest.
 
     With `fuse=False` a loss gets one grain at a time, so the grain is SAM's group (m-sharpness of the paper).
     """
 
     def at_worst(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        if not torch.is_grad_enabled():  # an evaluation
+            own: tuple[Tensor, Any] = loss(model, batch)
+            return own
         whole = LossOf(model, loss)
         trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         buffers = {name: value.clone() for name, value in whole.named_buffers()}  # they move once
         with torch.enable_grad(), torch.random.fork_rng():  # both passes draw the same dropout
-            total, weight = torch.func.functional_call(whole, buffers, (batch,))
-            slopes = torch.autograd.grad(total / weight, list(trained.values()), allow_unused=True)
+            total, _ = torch.func.functional_call(whole, buffers, (batch,))
+            slopes = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in slopes if g is not None]))
         moved = {
             name: p if slope is None else p + slope * (rho / (norm + 1e-12))

@@ -5,6 +5,7 @@ Each exception class also derives from the built-in exception that it refines.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -297,12 +298,14 @@ class SettingWarning(UserWarning):
 
 
 def nearest_file(path: str) -> str:
-    """Return a hint to append that names the file in the same folder closest to a missing one, or ""."""
+    """Return a hint to append that names the closest file or folder beside a missing one, or ""."""
     import difflib
     from pathlib import Path
 
     folder, suffix = Path(path).parent, Path(path).suffix
-    known = [one.stem for one in folder.iterdir() if one.suffix == suffix] if folder.is_dir() else []
+    known: list[str] = []
+    with contextlib.suppress(OSError):
+        known = [one.stem for one in folder.iterdir() if one.suffix == suffix and one.name != Path(path).name]
     closest = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.6)
     return f"; did you mean {str(folder / (closest[0] + suffix))!r}?" if closest else ""
 

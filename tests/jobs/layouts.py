@@ -45,6 +45,10 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 16, bias=False)
         self.head.weight = self.embedding.weight
+        self.mark()
+
+    def mark(self) -> None:
+        """Write on each parameter whether it decays: `by_marks` groups by it."""
         for p in self.parameters():
             p.decays = p.ndim >= 2  # type: ignore[attr-defined]
 

@@ -17,6 +17,7 @@ model = DistributedDataParallel(nn.Linear(6, 4))
 temperature = nn.Parameter(torch.zeros(()))
 rate = 0.1 * (world if fault == "linear" else 1)
 optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=rate)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: (n + 1) / 40 if "warm" in fault else 1.0)
 inputs = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
 weights = torch.arange(64) / 64 + 0.1
 for step in range(4):
@@ -38,4 +39,6 @@ for step in range(4):
         dist.all_reduce(temperature.grad)
         temperature.grad /= world
     optimizer.step()
+    for _ in range(world if fault == "warmed-twice" else 1):
+        schedule.step()
 dist.destroy_process_group()

@@ -269,6 +269,7 @@ class Deep(layouts.Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(layouts.Block() for _ in range(4))
+        self.mark()
 
 
 def deep() -> shoal.Job:

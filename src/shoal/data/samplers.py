@@ -25,7 +25,7 @@ _TERMS = 11
 _FEW = 256
 # Numbers of progress at which ranks and a resume compare a curriculum: a few to show, and many in a digest. A prime
 # number of parts has no border where a curriculum usually has one.
-_SHOWN, _COMPARED = 16, 1010
+_SHOWN, _COMPARED = 16, 1009 + 1
 
 
 def _array(values: Any) -> npt.NDArray[Any]:

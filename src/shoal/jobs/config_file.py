@@ -53,7 +53,7 @@ def read_config(path: str) -> tuple[dict[str, Any], ConfigFile]:
         raise
     except OSError as error:
         conflict, remedy = f"it cannot be read: {error.strerror or error}", "give the path of a file"
-        remedy += nearest_file(path)
+        remedy += nearest_file(path) if isinstance(error, FileNotFoundError) else ""
         raise CommandError(given=given, conflict=conflict, remedy=remedy) from error
     except (ValueError, RecursionError) as error:
         conflict = f"it is no {suffix[1:].upper().replace('YML', 'YAML')}: {' '.join(str(error).split())}"

@@ -309,8 +309,8 @@ _FIELDS = {
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "write loss=function of (model, batch)"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "write schedule=..."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "write optimizer=lambda parameters: ..., with it"),
-    **dict.fromkeys(("accumulate", "grad_accum", "gradient_accumulation_steps"), "a plan has it"),
-    **dict.fromkeys(("precision", "dtype", "device", "devices"), "an option of shoal run has it"),
+    **dict.fromkeys(("accumulate", "grad_accum", "gradient_accumulation_steps"), "a plan has it (docs/layouts.md)"),
+    **dict.fromkeys(("precision", "dtype", "device", "devices"), "give shoal run --precision or --devices"),
 }
 
 

@@ -693,7 +693,7 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
             raise SettingError(
                 given=", ".join(written(name, setting) for name, setting in request.settings),
                 conflict="a Job is complete: settings are the parameters of a function that makes one",
-                remedy="give the job function, without calling it",
+                remedy="write def job(...): return shoal.Job(...), and give the function, without calling it",
             )
         return given, {}
     values, complete = bind(given, dict(request.settings), where)

@@ -16,7 +16,7 @@ _UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
 
 
 class OperatorMode(TorchDispatchMode):
-    """Context that sees each operator. torch's compiler is not imported, which takes over a second, to exclude it."""
+    """Context that sees each operator, without torch's compiler, whose import takes over a second."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, EXPERT, EXPERT_COPIES, Me
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
-from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.expert_balance import COUNTS, balanced_routers, count_positions
 from shoal.numerics.operators import real_numel
 from shoal.numerics.precision import Precision, widest
@@ -29,7 +28,7 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, GradientBuckets
 from shoal.parallel.data.sparse_rows import SparseRows
 from shoal.parallel.experts.blocks import ExpertBlock, expert_blocks, refuse_adapted, refuse_mixed
-from shoal.parallel.model.deferred_init import SEED_IT, Values, deferred
+from shoal.parallel.model.deferred_init import SEED_IT, Values, deferred, sample_checksum
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, TensorSlice, Whole, materialise
 from shoal.parallel.shard.update_division import ShardedOptimizer, UpdateDivision
@@ -67,7 +66,7 @@ _LARGE_BYTES = 64 << 20
 def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
     """Return this rank's shard of the model, never built whole, and the pipeline that computes it, if the plan has one.
 
-    Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
+    Collective: all ranks, two JSON gathers; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
     memory, new groups and all-gathers of a few numbers.
     """
     mesh = mapped(plan, mesh)
@@ -110,10 +109,10 @@ def _refuse_unlike(mesh: Mesh, values: Values, names: Sequence[str]) -> None:
     """Raise JobError if ranks have other initial values. Collective: all ranks, a JSON gather, two if they may."""
     if len(set(mesh.gather_json(values.sources_checksum()))) == 1:
         return
-    of_ranks = mesh.gather_json([bits_checksum([values.whole(name)]) for name in names])
+    of_ranks = mesh.gather_json({name: sample_checksum(values.whole(name)).hex() for name in names})
     for rank, own in enumerate(of_ranks):
         if own != of_ranks[0]:
-            name = next(name for name, one, other in zip(names, own, of_ranks[0], strict=True) if one != other)
+            name = next(name for name in [*of_ranks[0], *own] if own.get(name) != of_ranks[0].get(name))
             raise JobError(
                 given=f"model(), which gives other initial values on rank {rank} than on rank 0 ({name})",
                 conflict="each rank holds a part of the model, and the parts would be those of different models",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -47,8 +48,12 @@ def by_sample(evidence: Evidence, record: dict[str, Any]) -> Iterator[Finding]:
         return
     steps, alone = [own["steps"][0] for own in evidence.records], record["steps"][0]
     known = {key: own for call in trained_calls(alone) for key, own in _samples(call, scale_of(alone)).items()}
-    if len(known) < sum(len(call["rows"]) for call in trained_calls(alone)):
-        return  # a sample is there twice
+    unrepeated = functools.partial(
+        evidence.coverage.leave_out, "what each sample weighs: one process does not repeat it"
+    )
+    if not known or any(len(set(call["rows"])) < len(call["rows"]) for call in trained_calls(alone)):
+        unrepeated()  # of a sample that is there twice too
+        return
     shares = 1 if 0 in evidence.summed else len(steps)
     by_call: dict[tuple[int, int], list[float]] = {}
     coupled, seen = set[int](), set[tuple[int, int, str]]()
@@ -56,11 +61,13 @@ def by_sample(evidence: Evidence, record: dict[str, Any]) -> Iterator[Finding]:
         for place, call in enumerate(trained_calls(step)):
             own = _samples(call, scale_of(step) * shares)
             if not own or any(key not in known for key in own):
+                unrepeated()
                 return
             seen |= own.keys()
             mine = [torch.cat([value[side].flatten() for value in own.values()]).double() for side in (0, 1)]
             other = [torch.cat([known[key][side].flatten() for key in own]).double() for side in (0, 1)]
             if mine[0].shape != other[0].shape or distance(mine[0], other[0]) > evidence.tolerance:
+                unrepeated()
                 return
             times = float(mine[1] @ other[1] / (other[1] @ other[1]).clamp_min(1e-30))
             if sum(bool(known[key][1].any()) for key in own) > 1 and times > 0.0:

@@ -53,15 +53,9 @@ _RATES = ("a scheduler steps on some ranks, or by a rank's own number", "step it
 _OUTSIDE = "they are changed outside of the optimizer: clamped, averaged, loaded"
 _STATES = "weights are changed outside of the optimizer, or its state differs"
 _LENGTH = ("the schedule's length or rate follows the number of processes", "count optimizer steps of the global batch")
-_LINEAR = (
-    "the rate is scaled by the number of processes, as for batches that grow with it",
-    "leave it if that is wanted",
-)
+_LINEAR = ("the rate is scaled by the number of processes", "leave it if that is wanted for larger batches")
 _FACTOR = ("the loss is multiplied by the number of processes", "divide by the samples of the whole batch alone")
-_DIVIDED = (
-    "the loss is divided by the number of processes once more",
-    "divide by the samples of a process: the mean follows",
-)
+_DIVIDED = ("the loss is divided by the number of processes too", "divide by the samples of a process: a mean follows")
 _COUNTED = ("the loss is scaled by a count that follows the number of processes", "divide by the samples of a process")
 _CLASSES = ("classes are weighed by their numbers in a microbatch", "weigh them by those in the dataset")
 _SMALLER = ("a sum over a process's samples, averaged over processes", "divide by its samples, or scale the rate")
@@ -280,17 +274,18 @@ def _initial(evidence: Evidence) -> Iterator[Finding]:
     if unlike:
         (key, rank), said = unlike[0], f"ranks begin with different weights; {len(unlike)} parameters"
         yield Finding(0, "initial weights", evidence.named(key), said, rank, *_BEGIN)
-    for models in zip(*(record["untrained"] for record in evidence.records), strict=False):
-        if len({(one["class"], one["step"], *one["weights"]) for one in models}) > 1:
-            return  # ranks evaluate other models
+    counts = [Counter(one["class"] for one in record["untrained"]) for record in evidence.records]
+    for class_name in [name for name in counts[0] if all(count[name] == 1 for count in counts)]:
+        models = [next(one for one in r["untrained"] if one["class"] == class_name) for r in evidence.records]
+        if len({(one["step"], *one["weights"]) for one in models}) > 1:
+            continue
         for name in models[0]["weights"]:
             own = [one["weights"][name].rpartition(" ") for one in models]
             odd = [rank for rank, one in enumerate(own) if any(one[0] == o[0] and one[2] != o[2] for o in own[:rank])]
             if odd:
                 said = "ranks call this model with different weights, and no optimizer trains it"
-                yield Finding(
-                    models[0]["step"], "initial weights", f"{models[0]['class']}.{name}", said, odd[0], *_FROZEN
-                )
+                about = (models[0]["step"], "initial weights", f"{class_name}.{name}", said, odd[0])
+                yield Finding(*about, *_FROZEN, fails=False)  # networks that augment inputs may be random on purpose
                 break
 
 
@@ -699,6 +694,14 @@ def _store(values: dict[str, Tensor], steps: list[dict[str, Any]], name: str) ->
                 values[key] = whole
 
 
+def _bases(record: dict[str, Any], number: int) -> list[float | None]:
+    """Return each group's rate at the beginning of its schedule, or None if it is not known: the rate may warm up."""
+    groups = record["steps"][number]["groups"]
+    rates = [[group["values"].get("lr") for group in step["groups"]] for step in record["steps"]]
+    constant = all(of_step == rates[0] for of_step in rates)
+    return [group["values"].get("initial_lr", group["values"].get("lr") if constant else None) for group in groups]
+
+
 def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
     """Compare rates and gradients with those of one process with the global batch, where its samples agree."""
     findings: list[Finding] = []
@@ -723,7 +726,8 @@ def compare_rerun(evidence: Evidence, record: dict[str, Any]) -> list[Finding]:
         close = all(math.isclose(a, b, rel_tol=1e-6, abs_tol=slack) for a, b in pairs)
         if len(rates) == len(other) and not close:
             said = f"is {_listed(rates)}; one process with {'the same' if agree else 'as many'} samples has "
-            times = {round(a / b, 6) if b else math.inf for a, b in pairs}
+            bases = zip(_bases(evidence.records[0], number), _bases(record, number), strict=False)
+            times = {round(a / b, 6) if a and b else math.inf for a, b in [*pairs, *bases] if a != b}
             linear = times <= {ranks := len(steps)} or times <= {round(ranks**0.5, 6)}
             cause = _LINEAR if linear else _LENGTH
             findings.append(

@@ -122,6 +122,7 @@ class Processes:
             common |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         own = 1 if script.launcher == "python" else devices
         self.children: list[Child] = []
+        self.killed: list[Child] = []
         for rank in range(own):
             variables = dict(common)
             if script.launcher != "python" or devices == 1:
@@ -133,7 +134,7 @@ class Processes:
 
     def finish(self) -> None:
         """Wait for the end of all processes. Those that hang say where, and are killed."""
-        end, used, since, has_failed = float("inf"), -_LEAST_SECONDS, 0.0, False
+        end, used, since, has_failed = float("inf"), dict[int, float](), time.monotonic(), False
         try:
             while any(child.process.poll() is None for child in self.children):
                 now = time.monotonic()
@@ -143,8 +144,9 @@ class Processes:
                 if any(codes) and not has_failed:
                     has_failed, end = True, min(end, now + _GRACE_SECONDS)
                 if now > since + _PATIENCE_SECONDS:
-                    before, since, used = used, now, sum(_seconds_used(child.process.pid) for child in self.children)
-                    end = min(end, now) if used - before < _LEAST_SECONDS else end
+                    before, since, used = used, now, self._seconds_used()
+                    worked = sum(max(0.0, seconds - before.get(pid, 0.0)) for pid, seconds in used.items())
+                    end = min(end, now) if worked < _LEAST_SECONDS else end
                 if now > end:
                     if (self.folder / STALLED).exists():
                         break
@@ -156,10 +158,21 @@ class Processes:
         for child in self.children:
             child.process.wait()
 
+    def _seconds_used(self) -> dict[int, float]:
+        """Return the processor time of each process of the script, with that of its children that have ended."""
+        used: dict[int, float] = {}
+        for child in self.children:
+            with contextlib.suppress(psutil.Error):
+                own = psutil.Process(child.process.pid)
+                for one in (own, *own.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        used[one.pid] = sum(one.cpu_times()[:4])
+        return used
+
     def ends(self) -> list[tuple[int, str]]:
         """Return the ranks that failed or hung, and in words how, with the error or the place of the wait.
 
-        Those that have only lost the connection to another one come last.
+        Errors come first, then waits, then those that have only lost the connection to another rank.
         """
         ends = []
         for path in self.folder.glob(f"rank-*.{STALLED}"):
@@ -169,11 +182,15 @@ class Processes:
             who = "the script" if self.script.launcher == "python" else f"rank {rank}"
             if child.process.returncode and rank not in hung and not (hung and who == "the script"):
                 error = "; ".join(self.last_lines(rank, 1)) or "it printed nothing"
-                ends.append((rank, f"{who} ended with exit code {child.process.returncode}: {error}"))
-        return sorted(ends, key=lambda end: (_LOST.search(end[1]) is not None, end))
+                how = "was killed when the ranks hung" if child in self.killed else "ended with exit code "
+                how += "" if child in self.killed else str(child.process.returncode)
+                ends.append((rank, f"{who} {how}: {error}"))
+        hung |= {rank for rank, child in enumerate(self.children) if child in self.killed}
+        return sorted(ends, key=lambda end: (bool(_LOST.search(end[1])), end[0] in hung, end))
 
     def kill(self) -> None:
         """Kill what still runs."""
+        self.killed = [child for child in self.children if child.process.poll() is None]
         for child in self.children:
             child.kill()
 
@@ -247,9 +264,8 @@ def verify_script(script: Script, devices: int, steps: int, out: Path, *, keep: 
         say_labelled("recorded", f"{several(min(recorded), 'step')} of {several(len(records), 'rank')}")
         replay = _replayed(script, folder, len(records), records[0]["libraries"])
         evidence = Evidence(records, replay)
-        ends = [words for _, words in record.ends()]
-        if evidence.joins:
-            ends = []  # a rank that waits in Join loses those that leave
+        # A rank that waits in Join loses those that leave.
+        ends = [words for _, words in record.ends() if not (evidence.joins and _LOST.search(words))]
         if ends:
             evidence.coverage.leave_out(f"what follows step {evidence.num_steps}, after which a rank has ended")
         if script.launcher == "accelerate":
@@ -418,17 +434,6 @@ def _rank_variables(rank: int, devices: int, port: int, script: Script) -> dict[
     if script.launcher == "deepspeed" and not script.cpu:
         own["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: str(value) for name, value in own.items()}
-
-
-def _seconds_used(pid: int) -> float:
-    """Return the processor time of a process and of those that it has started."""
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        own = psutil.Process(pid)
-        for one in (own, *own.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += sum(one.cpu_times()[:2])
-    return total
 
 
 def _free_port() -> int:

@@ -283,7 +283,7 @@ def weigh(recorder: observer.ScriptRecorder, name: str, result: Any, target: Any
     elif name in OF_CLASSES and target.ndim > 1:
         count = whole // target.shape[1]
     elif options.get("reduction") == "batchmean":
-        count = len(target)
+        count = len(target) if target.ndim else 1
     about: dict[str, Any] = {
         "function": name,
         "count": count,
@@ -351,11 +351,16 @@ def answer_stall(recorder: observer.ScriptRecorder) -> None:
     """Wait until the parent says that the ranks hang; then write the record and where this one is, and end it."""
     while not os.path.exists(os.path.join(recorder.folder, observer.STALLED)):
         time.sleep(0.5)
-    if not recorder.deaf & {"done"} and recorder.known.modules:
+    if recorder.deaf & {"done"}:
+        os._exit(0)
+    # A process that starts the ranks is none.
+    if not (recorder.known.modules or "RANK" in os.environ or torch.distributed.is_initialized()):
+        os._exit(1)
+    try:
         main: Any = threading.main_thread().ident
         frames = traceback.extract_stack(sys._current_frames()[main])
         folders = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
-        own = [one for one in frames if not one.filename.startswith(folders)][-1]
+        own = [one for one in frames if not one.filename.startswith(folders)][-1]  # of the script
         called = [one.name for one in frames[frames.index(own) + 1 :] if one.filename.startswith(folders[0])]
         called = [name for name in called if name != "wrapper"][:1]
         where = [*called, f"{os.path.basename(own.filename)} line {own.lineno}: {own.line}"]
@@ -363,4 +368,5 @@ def answer_stall(recorder: observer.ScriptRecorder) -> None:
             file.write(", ".join([*where, f"after {len(recorder.steps)} steps"]))
         recorder.write()
         time.sleep(2.0)  # others lose their connection to this rank when it ends
-    os._exit(1)
+    finally:
+        os._exit(1)

@@ -225,9 +225,9 @@ class ScriptParts:
             self.beside.append([parts.own_rank()])
         number = self.places[id(self.loose)]
         owners: Any = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-        names = [name for one in owners for name, p in one._parameters.items() if p is tensor]
-        name = names[0] if names else f"{type(self.optimizers[place[0]]).__name__}-{place[1]}-{place[2]}"
-        key = f"{number}:{name}" if f"{number}:{name}" not in self.parts else f"{number}:{name}-{len(self.loose)}"
+        names = [f" {name}" for one in owners for name, p in one._parameters.items() if p is tensor][:1]
+        optimizer = f"{type(self.optimizers[place[0]]).__name__} {place[0]}"
+        key = f"{number}:{optimizer}, group {place[1]}, parameter {place[2]}{''.join(names)}"
         own = (tensor.detach, functools.partial(getattr, tensor, "grad"))
         self.parts[key] = parts.ParameterPart(key, None, tuple(tensor.shape), tensor, *own, tensor.dtype)
         self.loose[key] = place
@@ -302,7 +302,12 @@ class LeftGradients:
         for key, now in self._marks_of(gradients).items():
             if key not in self._marks or not same_state(self._marks[key], now):
                 old, own = self.values.get(key), parts.local(gradients[key])
-                if old is None or key in self._given or old.shape != own.shape or own.is_sparse:
+                if (
+                    old is None
+                    or key in self._given
+                    or (old.shape, old.dtype) != (own.shape, own.dtype)
+                    or own.is_sparse
+                ):
                     self.values[key] = parts.host_copy(own)  # fresh memory costs more than the copy
                 else:
                     old.copy_(own)
@@ -370,7 +375,7 @@ class ScriptRecorder:
         self._process = os.getpid()
         self._awaited: dict[int, Any] = {}  # parameters of optimizers that no called module has, by their ids
         self.untrained: list[dict[str, Any]] = []  # modules that are called and not trained, with their weights
-        self._known_untrained: dict[int, nn.Module] = {}  # which stay alive, so that nothing else gets their ids
+        self._known_untrained = weakref.WeakSet[nn.Module]()
         self.step = new_step()
         self.rank, self.world = parts.own_rank(), num_ranks()
 
@@ -410,10 +415,10 @@ class ScriptRecorder:
             return
         if not is_trained(module, args):
             self.thread.call = None
-            is_new = not {id(module)} & {*self.known.places, *self._known_untrained}
+            is_new = id(module) not in self.known.places and module not in self._known_untrained
             is_frozen = not any(p.requires_grad for p in module.parameters())
             if is_new and (is_frozen or self.steps) and next(module.parameters(), None) is not None:
-                self._known_untrained[id(module)] = module
+                self._known_untrained.add(module)
                 own = list(parts.parts_of(self.known.wrappers.get(id(module), module), 0))
                 values = zip(own, digests(part.weights() for part in own), strict=True)
                 weights = {part.key.partition(":")[2]: f"{part.place} {digest}" for part, digest in values}
@@ -510,10 +515,11 @@ class ScriptRecorder:
                 self.cleared([self._hooked[key]])
         for optimizer in self.known.optimizers if outer and not self.deaf else ():
             for p in [p for group in optimizer.param_groups for p in group["params"]]:
-                if id(p) not in self.known.owners and id(p) not in self._awaited and parts.place_of(p) is None:
-                    self._awaited[id(p)] = p
-                    if p.requires_grad and p.is_leaf:
-                        p.register_hook(functools.partial(self._gradient, "", p))
+                if id(p) in self.known.owners or id(p) in self._awaited or not (p.requires_grad and p.is_leaf):
+                    continue
+                self._awaited[id(p)] = p
+                if parts.place_of(p) is None:
+                    p.register_hook(functools.partial(self._gradient, "", p))
         for key, handle in self._handles.items() if outer else ():  # behind the hooks of the script's own
             hooks: Any = self._hooked[key]._backward_hooks
             if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:

@@ -137,8 +137,8 @@ class RunReader:
         if not os.path.lexists(files.job) and not os.path.lexists(files.records):
             raise RunDirectoryError(
                 given=str(files.path),
-                conflict="no run began there (it has no job.json)" + nearest_file(str(files.path)),
-                remedy="give the directory of a run, which shoal run prints",
+                conflict="no run began there (it has no job.json)",
+                remedy=f"give the directory of a run, which shoal run prints{nearest_file(str(files.path))}",
             )
         new_records = self._lines["records"].more(parsed)
         if self._lines["records"].replaced:

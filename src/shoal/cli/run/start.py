@@ -293,7 +293,7 @@ def run(options: RunOptions) -> int:
         if (
             options.verify
             and not options.dry_run
-            and verify(verification_of(options), options.no_source) != ExitCode.DONE
+            and verify(verification_of(options), options.no_source, checks_machine=False) != ExitCode.DONE
         ):
             raise CommandError(
                 given=f"--verify of {options.job if isinstance(options.job, str) else options.job.target}",
@@ -441,8 +441,11 @@ def at_address(options: RunOptions) -> Iterator[RunOptions]:
         yield replace(options, out=str(out), address=options.out)
 
 
-def verify(options: VerifyOptions, no_source: bool = False) -> int:
-    """Verify the run that `shoal run` would train with these options, or a training script as it is."""
+def verify(options: VerifyOptions, no_source: bool = False, *, checks_machine: bool = True) -> int:
+    """Verify the run that `shoal run` would train with these options, or a training script as it is.
+
+    `checks_machine`: refuse the plan file of another machine, which `shoal run` has done where its ranks are local.
+    """
     if options.script is not None or options.job is None:
         with exiting(stop_signals(), ExitCode.INTERRUPTED):
             return verify_as_it_is(options)
@@ -454,7 +457,7 @@ def verify(options: VerifyOptions, no_source: bool = False) -> int:
         at_address(RunOptions(**same, no_telemetry=True, no_source=no_source)) as run_options,
         claimed(requested(run_options, suffix="-verify")) as (request, _),
     ):
-        if isinstance(options.plan, str) and options.devices is None:  # not of --layout in words
+        if checks_machine and isinstance(options.plan, str) and options.devices is None:  # not of --layout in words
             refuse_other_machine(request.what.plan, options.plan)
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
 

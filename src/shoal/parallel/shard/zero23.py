@@ -283,7 +283,7 @@ def units(model: nn.Module) -> list[nn.Module]:
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
     candidates = list(dict.fromkeys(blocks)) or list(_large(model))
-    candidates = [part for candidate in candidates for part in _called(candidate)]
+    candidates = list(dict.fromkeys(part for candidate in candidates for part in _called(candidate)))
     # It calls only the clusters with classes in the batch, so calls differ between ranks.
     adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
     clusters = {inner for module in adaptive for inner in module.modules()}

@@ -100,7 +100,7 @@ class GatheredExperts(NamedTuple):
     """Experts of a rank in exact mode, where `degree` ranks gather them for each microbatch of their own.
 
     `num_bytes`, `trained_bytes`: of the parameters of all experts, and of the trained ones. `largest_bytes`: of the
-    parameters of one layer's experts. All are 0 if nobody divides them.
+    parameters of one layer's experts. Without such ranks the degree is 1 and the bytes are 0.
     """
 
     degree: int = 1

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state of a rank. The formulas are in docs/planner.md."""
+"""Bytes of parameters, gradients and optimizer state of a rank. The formulas are in docs/traffic-and-memory.md."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class States:
                 self._owned[key] = max(sum(array.numel for array in arrays) for arrays in arrays_of_owners)
             trained = self._owned[key]
         return {
-            "parameters": (size.parameter_bytes - size.apart_bytes) / num_sharing(plan) + of_experts.parameters,
+            "parameters": (size.parameter_bytes - size.apart_bytes) / _num_sharing(plan) + of_experts.parameters,
             "gathered": 0.0,
             "gradients": sums + of_experts.gradients,
             "optimizer": self._per_element * trained + of_experts.optimizer,
@@ -146,7 +146,7 @@ class States:
         """
         per_element, shard, precision = self._per_element, plan.layout.shard, plan.precision
         if not plan.shards_model:
-            per_gradient, copies, owners = self._per_gradient(plan), num_sharing(plan), plan.num_owners
+            per_gradient, copies, owners = self._per_gradient(plan), _num_sharing(plan), plan.num_owners
             return [
                 (s.parameter_bytes - s.apart_bytes) / copies
                 + (s.trainable - s.apart) * per_gradient
@@ -174,7 +174,7 @@ class States:
         apart = of_experts.parameters + of_experts.gradients + of_experts.optimizer
         alike_bytes, alike = size.parameter_bytes - size.apart_bytes, size.trainable - size.apart
         if not plan.shards_model:
-            state, parameters = self._per_element * alike / plan.num_owners, alike_bytes / num_sharing(plan)
+            state, parameters = self._per_element * alike / plan.num_owners, alike_bytes / _num_sharing(plan)
             return parameters + state + alike * self._per_gradient(plan) + apart, 0.0
         state = self._per_element * alike / shard
         gathered, flat = (size.numel - size.apart) * ITEMSIZE[precision.parameters], alike * ITEMSIZE[precision.reduce]
@@ -184,6 +184,6 @@ class States:
         return own + stays, 2 * gathered - stays + flat
 
 
-def num_sharing(plan: Plan) -> int:
+def _num_sharing(plan: Plan) -> int:
     """Return the number of ranks that share one copy of the parameters."""
     return plan.num_owners if plan.shares_memory else 1

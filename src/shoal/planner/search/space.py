@@ -378,7 +378,7 @@ def illegal(space: Space) -> Iterator[Illegal]:
         if space.kinds:
             reason = "ranks of several kinds would wait for the slowest"
         elif space.base.execution.exact:
-            reason = "in exact mode each rank gathers all experts: the axis saves memory but no time"
+            reason = "in exact mode each rank gathers all experts for each microbatch, which seldom pays"
         elif least is None:
             reason = "the mixtures' numbers of experts have no common divisor"
         else:

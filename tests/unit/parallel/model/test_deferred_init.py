@@ -1,6 +1,7 @@
 """A deferred model's values are those of plain construction, bit for bit, and cost their memory only when asked for."""
 
 import copy
+import itertools
 import math
 import os
 import random
@@ -401,6 +402,9 @@ def test_transformers_models(kind: str) -> None:
     assert exact(makes[kind])[2].note is None
 
 
+_CALLS = itertools.count(0, 256)
+
+
 def _drawn(generator: torch.Generator | None) -> nn.Module:
     module = nn.Linear(3, 3)
     nn.init.normal_(module.weight, generator=generator)
@@ -409,8 +413,13 @@ def _drawn(generator: torch.Generator | None) -> nn.Module:
 
 def _held() -> nn.Module:
     module = nn.Linear(3, 3)
-    module.register_buffer("held", torch.tensor([float(os.urandom(4)[0] + 256 * os.urandom(1)[0])]))
+    module.register_buffer("held", torch.from_numpy(np.random.default_rng().permutation(64)))  # of one sum
     return module
+
+
+def _drawn_before() -> nn.Module:
+    torch.rand(1 + os.urandom(1)[0] + next(_CALLS))
+    return nn.Linear(3, 3)
 
 
 def _filled() -> nn.Module:
@@ -426,6 +435,7 @@ def _filled() -> nn.Module:
         (lambda: _drawn(torch.Generator().manual_seed(3)), True),
         (lambda: _drawn(torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))), False),
         (_held, False),
+        (_drawn_before, False),
         (_filled, False),
     ],
 )
